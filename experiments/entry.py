@@ -6,8 +6,6 @@ Hydra itself only explains (`--cfg job`, `--info`, `--hydra-help`, shell complet
 import argparse
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ EXPLAIN = ("help", "hydra_help", "shell_completion", "cfg", "info")  # flags tha
 QUEUE = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 QUEUE += ("name", "stderr_to_stdout")  # parameters that all of submitit's executors share
 QUOTES = "\"'"
-SILENT_S = 10.0  # after which a command says what it is doing
 
 
 @dataclass(frozen=True)
@@ -128,26 +125,6 @@ def score_text(name: str, value: float, chance: dict[str, float]) -> str:
     """Returns `67.31% (chance 0.10%)`, or a number that is no share, such as a loss, as it is."""
     form = ".2%" if name in chance and not name.endswith("/loss") else ".4f"
     return f"{value:{form}}" + (f" (chance {chance[name]:{form}})" if name in chance else "")
-
-
-class Waiting:
-    """A thread that prints what a command is doing, every SILENT_S at first and later more rarely.
-
-    `doing` may be changed at any time.
-    """
-
-    def __init__(self, doing: str):
-        self.doing, self._ended = doing, threading.Event()
-        threading.Thread(target=self._tell, daemon=True).start()
-
-    def _tell(self) -> None:
-        began = time.monotonic()
-        while not self._ended.wait(max(SILENT_S, (time.monotonic() - began) / 20)):
-            print(f"{self.doing} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
 
 
 def refuse(error: ConfigError) -> NoReturn:

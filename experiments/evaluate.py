@@ -14,13 +14,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.entry import Waiting, run_command, score_text
+from experiments.entry import run_command, score_text
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
 from lowprec.train.preflight import preflight
+from lowprec.waiting import Waiting
 
 
 @dataclass

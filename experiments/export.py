@@ -18,13 +18,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from experiments.entry import Waiting, run_command
+from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import read_config
+from lowprec.waiting import Waiting
 
 
 @dataclass

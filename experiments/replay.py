@@ -43,7 +43,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.entry import Waiting, parse_command, refuse, run_command
+from experiments.entry import parse_command, refuse, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.compose import compose_command
@@ -53,6 +53,7 @@ from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 from lowprec.train.preflight import preflight
+from lowprec.waiting import Waiting
 
 MAX_NAME = 120  # characters of a file's name
 OR = "or"  # between changes that are tried one after the other

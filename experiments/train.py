@@ -30,6 +30,7 @@ from lowprec.runs.identity import label
 from lowprec.sweep.status import number, print_table, setting_columns
 from lowprec.train.preflight import preflight
 from lowprec.train.ranks import place
+from lowprec.waiting import Waiting
 
 MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
 
@@ -43,7 +44,7 @@ class ProgressBar:
     def __init__(self, config: Config):
         self.name, self.num_steps = entry.sweep.own or label(config), config.num_steps
         is_told = place()[0] == 0 and not sys.stdout.isatty()
-        self.waiting = entry.Waiting(f"{self.name}: loading") if is_told else None
+        self.waiting = Waiting(f"{self.name}: loading") if is_told else None
         self.last: dict = {}
         self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -3,10 +3,10 @@
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from multiprocessing import active_children, get_context
 from typing import TypeVar
 
@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import track
 
 from lowprec.runs.attempts import end_with_parent
+from lowprec.waiting import Waiting
 
 J, R = TypeVar("J"), TypeVar("R")
-SILENT_S = 5  # seconds between two progress lines in a log file
 
 
 def num_cores() -> int:
@@ -59,13 +59,11 @@ def _end_with_parent() -> None:
 
 
 def _with_progress(results: Iterable[R], doing: str, total: int) -> Iterator[R]:
-    """Shows a progress bar on a terminal; elsewhere prints a line every few seconds."""
+    """Shows a progress bar on a terminal; elsewhere says now and then how many are done."""
     if sys.stderr.isatty():
         yield from track(results, doing, total, console=Console(stderr=True), transient=True)
         return
-    last = time.monotonic()
-    for done, result in enumerate(results, 1):
-        yield result
-        if time.monotonic() - last > SILENT_S:
-            last = time.monotonic()
-            print(f"{doing}: {done} of {total} shards", file=sys.stderr, flush=True)
+    with closing(Waiting(doing)) as waiting:
+        for done, result in enumerate(results, 1):
+            waiting.doing = f"{doing}: {done} of {total} shards"
+            yield result

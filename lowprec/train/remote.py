@@ -45,7 +45,7 @@ class RemoteCopy:
         self._update.join(max(0, deadline - time.monotonic()))
         if self._update.is_alive():
             self._fail(f"not finished within {limit_s} s")
-        self._closed = True  # from now on another process may write the record and the copy
+        self._closed = True  # from now on another process may write the record
 
     def _work(self) -> None:
         try:
@@ -69,8 +69,6 @@ class RemoteCopy:
                 version = (facts.st_size, facts.st_mtime_ns)
                 if "/." in f"/{name}" or self._copied.get(path) == version:
                     continue
-                if self._closed:
-                    return
                 store.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
                 store.put_file(str(path), f"{root}/{name}")
             except FileNotFoundError:
@@ -85,7 +83,7 @@ class RemoteCopy:
             for folder in store.glob(f"{root}/{kind}/step_*"):
                 own = self.run / kind / Path(folder).name
                 gone = [f for f in store.glob(f"{folder}/*") if not (own / Path(f).name).exists()]
-                if gone and step_of(own) <= newest and not self._closed:
+                if gone and step_of(own) <= newest:
                     store.rm(gone if own.exists() else folder, recursive=True)
 
 

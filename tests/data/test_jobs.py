@@ -4,10 +4,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
-from lowprec.data import jobs
+from lowprec import waiting
 from lowprec.data.jobs import run_jobs
 
 
@@ -45,12 +46,21 @@ def test_killed_process_is_an_error_that_names_the_work():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
-    monkeypatch.setattr(jobs, "SILENT_S", 0)
-    run_jobs(numbered, range(3), processes, "counting")
-    assert capsys.readouterr().err.splitlines()[-1] == "counting: 3 of 3 shards"
-    monkeypatch.setattr(jobs, "SILENT_S", 5)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.1)
+    run_jobs(numbered, [0.0, 0.5, 0.0], processes, "counting")
+    assert "counting: 1 of 3 shards (0 s)\n" in capsys.readouterr().err
+    monkeypatch.setattr(waiting, "SILENT_S", 5)
     run_jobs(numbered, range(3), processes, "counting")
     assert capsys.readouterr().err == ""
+
+
+def test_of_two_things_that_are_under_way_the_newest_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "SILENT_S", 0.1)
+    with closing(waiting.Waiting("loading")):
+        run_jobs(numbered, [0.5], 1, "counting")
+        assert "loading" not in capsys.readouterr().err
+        time.sleep(0.5)
+    assert "loading (" in capsys.readouterr().err
 
 
 WAITING = r"""

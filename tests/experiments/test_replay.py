@@ -13,10 +13,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from experiments import entry, replay
+from experiments import replay
 from experiments.replay import ReplayConfig, ReplayedConfig, command, main, suspects
 from experiments.replay_report import Replay, table, verdict
 from experiments.replay_steps import Replayer
+from lowprec import waiting
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config
@@ -318,7 +319,7 @@ def test_the_help_lists_the_keys_that_only_a_replay_has():
 
 def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, capsys):
     folder = run()
-    monkeypatch.setattr(entry, "SILENT_S", 0)
+    monkeypatch.setattr(waiting, "SILENT_S", 0)
     words = ["-m", f"run={folder}", "step=10", "steps=2", "change_from=9,10", "perturbed=1"]
     words += ["skip_batches=1", "or", "optimizer=stable_adamw"]
     words += ["precision=fp16", "scaler=dynamic,fixed"]  # which the run did not have

@@ -17,6 +17,7 @@ from experiments import entry, evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
 from experiments.export import ExportConfig
 from experiments.make_shapes import MakeShapesConfig
+from lowprec import waiting
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, ComposedRun, compose_command
 from lowprec.config.schema import Config
@@ -65,19 +66,19 @@ def said(monkeypatch):
     """All that commands say they are doing; whether it is printed depends on how long it takes."""
     texts = []
 
-    class Recorded(entry.Waiting):
+    class Recorded(waiting.Waiting):
         def __setattr__(self, name, value):
             if name == "doing":
                 texts.append(value)
             super().__setattr__(name, value)
 
-    for module in (entry, export):
+    for module in (waiting, export):
         monkeypatch.setattr(module, "Waiting", Recorded)
     return texts
 
 
 def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
-    monkeypatch.setattr(entry, "SILENT_S", 0)
+    monkeypatch.setattr(waiting, "SILENT_S", 0)
     monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())
@@ -118,7 +119,7 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
 
 
 def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
-    monkeypatch.setattr(entry, "SILENT_S", 0.02)
+    monkeypatch.setattr(waiting, "SILENT_S", 0.02)
     monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     progress = train.ProgressBar(Config())
 

@@ -20,10 +20,10 @@ import pytest
 
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import find_runs, read_rows, read_status
-from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint
+from lowprec.train.checkpoint import newest_checkpoint
 from tests.distributed.conftest import Server
+from tests.same import contents, differing
 
-LAST = ("model.safetensors", "exp_avg.safetensors", "exp_avg_sq.safetensors", "state.json")
 SETTINGS = {
     "num_steps": 3,
     "batch_size": 4,
@@ -113,14 +113,6 @@ def undisturbed(make, servers, module_folder):
     return find_runs(config["run_dir"])[0], json.loads((module_folder / "answer.json").read_text())
 
 
-def contents(run):
-    """What must be the same: metrics, skips, tensors, the last checkpoint's weights and moments."""
-    last = list_checkpoints(run)[-1]
-    files = [run / "metrics.jsonl", run / "skips.jsonl", run / "tensors.parquet"]
-    files += [last / name for name in LAST]
-    return {path.name: path.read_bytes() for path in files}
-
-
 def check_resume(server, config, expected, where, safe=0):
     """Resumes a run, from step `safe` or a later one, and compares all there is to compare."""
     root = Path(config["run_dir"])
@@ -138,8 +130,7 @@ def check_resume(server, config, expected, where, safe=0):
 
 def check_whole(root, expected, where):
     [run] = find_runs(root)
-    same = contents(run)
-    assert [name for name in expected if same[name] != expected[name]] == [], where
+    assert not differing(contents(run), expected), where
     assert read_status(run)["state"] == "finished", where
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["step_000000002", "step_000000003"], where
