@@ -260,7 +260,7 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
     at most `within` steps from a loss spike. `falls`: falls of the scale, except those at most
     `within` steps after another; `falls_near`: those near a loss spike. `skips`: steps that skip a
     tensor; `single`: those that skip some of the model's tensors but not all, if none is frozen
-    (`optimizer.lr_scale`) or added by `optimizer.stable_embedding`.
+    (`optimizer.lr_scale`).
     """
     runs = records.runs(("loss_scaler",))
     heads = runs.runs[runs.runs["scaler.name"] == kind]

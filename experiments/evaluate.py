@@ -118,7 +118,7 @@ def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:
     for name in ("val", "classnames", "templates", "index"):
         setattr(trained.data, name, getattr(config, name) or getattr(trained.data, name))
     trained.data.cache = trained.model.init_from = None
-    trained.optimizer = OptimizerConfig(stable_embedding=trained.optimizer.stable_embedding)
+    trained.optimizer = OptimizerConfig()
     trained.evaluation.name = config.evaluation.name or trained.evaluation.name
     trained.device, trained.compile = config.device, False
     return trained

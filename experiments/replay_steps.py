@@ -26,7 +26,6 @@ from lowprec.train.loop import Stepper
 from lowprec.train.state import TrainState
 
 NOT_OF_MODEL = ("optimizer", "skip_batches", "clip_tensors", "change_steps")
-OF_MODEL = ("lr_scale", "stable_embedding")  # keys of the optimizer that change the model
 
 
 class Replayer:
@@ -103,7 +102,7 @@ class Replayer:
     def _build(self, config: Config) -> building.Built:
         """Objects with a new optimizer, and the last replay's model if it is the same."""
         settings = {k: v for k, v in to_dict(config).items() if k not in NOT_OF_MODEL}
-        settings |= {name: getattr(config.optimizer, name) for name in OF_MODEL}
+        settings["lr_scale"] = config.optimizer.lr_scale  # locks parameters
         torch.cuda.empty_cache()  # the last replay's CUDA graph has its own memory
         if settings != self.settings or config.precision_change.step is not None:
             self.close()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lowprec.clip import open_clip
 from lowprec.nearest import runs_inside
@@ -42,14 +41,14 @@ def find_weights(source: Path) -> Path:
 def read_weights(source: Path) -> dict[str, Tensor]:
     """Tensors by open_clip's names, from .safetensors or open_clip's .pt; see `find_weights`.
 
-    Folds the norm of a stable embedding into its rows. Nothing in a .pt file is executed; its
-    tensors may be under "state_dict" and their names may start with "module.", as in open_clip's
-    trainer. Raises ValueError for a file that is damaged or contains anything but weights.
+    Nothing in a .pt file is executed; its tensors may be under "state_dict" and their names may
+    start with "module.", as in open_clip's trainer. Raises ValueError for a file that is damaged or
+    contains anything but weights.
     """
     path = find_weights(source)
     try:
         if path.suffix == ".safetensors":
-            return fold(load_file(path))
+            return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -62,19 +61,6 @@ def read_weights(source: Path) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError(f"{path} contains something other than named tensors")
     return {str(name).removeprefix("module."): tensor for name, tensor in state.items()}
-
-
-def fold(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Folds a StableEmbedding's norm into its rows: the same function under open_clip's names."""
-    folded = dict(state)
-    for name in state:
-        if f".{name}".endswith(".token_embedding.norm.weight"):
-            owner = name.removesuffix(".norm.weight")
-            gain, bias = folded.pop(name).float(), folded.pop(f"{owner}.norm.bias").float()
-            rows = state[f"{owner}.weight"]
-            normed = F.layer_norm(rows.float(), gain.shape, gain, bias)
-            folded[f"{owner}.weight"] = normed.to(rows.dtype)
-    return folded
 
 
 def load_weights(model: nn.Module, source: Path) -> None:

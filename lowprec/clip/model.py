@@ -102,38 +102,6 @@ def _named_config(config: ModelConfig, changes: dict) -> dict[str, Any]:
     }
 
 
-class StableEmbedding(nn.Embedding):
-    """Token embedding for 8-bit optimizers: `layer_norm(weight[tokens])`, Xavier-uniform weight.
-
-    `lowprec.clip.export.fold` gives the equivalent plain embedding, which open_clip has.
-    Source: the stable embedding layer, section 2.3, arXiv:2110.02861.
-    """
-
-    def __init__(self, num_tokens: int, width: int):
-        super().__init__(num_tokens, width)
-        self.norm = nn.LayerNorm(width)
-
-    def reset_parameters(self) -> None:
-        """Initializes the weights; torch calls it."""
-        nn.init.xavier_uniform_(self.weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """int64 [...] -> [..., width]."""
-        return self.norm(super().forward(input))
-
-
-def use_stable_embedding(model: nn.Module) -> None:
-    """Replaces a model's token embedding by a new StableEmbedding, in place.
-
-    Raises ValueError if the text tower is not open_clip's own.
-    """
-    tower = getattr(model, "text", model)
-    embedding = getattr(tower, "token_embedding", None)
-    if not isinstance(embedding, nn.Embedding):
-        raise ValueError("the text tower is not open_clip's own: it has no token_embedding")
-    tower.token_embedding = StableEmbedding(embedding.num_embeddings, embedding.embedding_dim)
-
-
 def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     """Applies a recipe to the layers in `precision.where` of both towers, in place.
 

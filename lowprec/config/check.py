@@ -68,6 +68,11 @@ def retired_faults(config: Config) -> list[str]:
             "optimizer.on_warning was removed, because no action helped much; action=clip was "
             "optimizer=stable_adamw with optimizer.clip_threshold=2.3"
         )
+    if rule.stable_embedding:
+        faults.append(
+            "optimizer.stable_embedding was removed; use "
+            "optimizer.override_32bit=['*token_embedding'] for its 32-bit moments"
+        )
     return faults
 
 

@@ -159,8 +159,6 @@ def _conflicts(config: Config) -> Iterator[str]:
         "for the rounding of 16-bit parameters; use bf16 or fp16": (
             of_library and autocast.startswith("pure_")
         ),
-        "optimizer.stable_embedding=true draws a new token embedding, which would overwrite that "
-        "of model.init_from; leave one of them out": config.optimizer.stable_embedding and initial,
         "resume.from and model.init_from would both set the weights; leave one of them out": (
             config.resume.from_ and initial
         ),

@@ -186,9 +186,6 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
     if config.model.init_from:
         with _faults_of("model.init_from"):
             load_weights(model, Path(config.model.init_from))
-    if config.optimizer.stable_embedding:
-        with _faults_of("optimizer.stable_embedding=true"):
-            clip.use_stable_embedding(model)
     set_parameter_dtype(model, config.precision.autocast)
     model.to(device)
     later = config.precision_at(config.num_steps)
@@ -305,7 +302,6 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
     skip = "tensor" if config.scaler.name == "fixed" else "step"
     clip_norm = _clip_norm(rule, groups[0]["params"][0][1].device)
     options = {"clip_norm": clip_norm, "skip": skip}
-    embedding = ["*token_embedding"] if rule.stable_embedding else []
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
         if rule.name in LIBRARIES:
@@ -317,7 +313,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
             beta2_decay=rule.beta2_decay,
             optim_bits=rule.optim_bits,
             min_8bit_size=rule.min_8bit_size,
-            override_32bit=[*rule.override_32bit, *embedding],
+            override_32bit=rule.override_32bit,
             **common,
             **options,
         )

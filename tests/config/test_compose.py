@@ -107,7 +107,7 @@ BAD = {  # command: parts of its message
     "optimizer=muon optimizer.zclip=2 optimizer.clip_norm=1": (
         "optimizer.clip_norm, optimizer.zclip: only one of them can be set",
     ),
-    "optimizer.stable_embedding=true model.init_from=x": ("stable_embedding", "model.init_from"),
+    "optimizer.stable_embedding=true": ("optimizer.stable_embedding was removed",),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
     "model.image_size=30": ("model.image_size=30", "patch_size=8", "nearest: model.image_size=32"),

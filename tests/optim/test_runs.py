@@ -4,8 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowprec.clip.export import fold
-from lowprec.clip.model import StableEmbedding
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES
 from lowprec.data.open import open_data
@@ -88,40 +86,3 @@ def test_a_pattern_without_a_match_is_a_fault_of_the_config(make_config):
     config = make_config({"optimizer.optim_bits": 8, "optimizer.override_32bit": ["visaul"]})
     with pytest.raises(ConfigError, match="override_32bit: 'visaul' matches no module"):
         build(config, open_data(config))
-
-
-def test_a_stable_embedding_has_32_bit_moments(make_config):
-    config = make_config({"optimizer.optim_bits": 8, "optimizer.stable_embedding": True})
-    moments = build(config, open_data(config)).state.optimizer.tensors()["exp_avg"]
-    assert moments["token_embedding.weight"].dtype == torch.float32
-    assert moments["visual.transformer.resblocks.0.mlp.c_fc.weight"].dtype == torch.uint8
-
-
-def test_stable_embedding_folds_into_the_plain_model(make_config):
-    config = make_config({"optimizer.stable_embedding": True})
-    stable = build(config, open_data(config)).task.model
-    plain = build(make_config(), open_data(config)).task.model
-    assert isinstance(stable.token_embedding, StableEmbedding)
-    weight = stable.token_embedding.weight
-    bound = (6 / sum(weight.shape)) ** 0.5  # Xavier's; uniform between it and its negative
-    assert 0.99 * bound < weight.abs().max() <= bound
-    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
-    torch.nn.init.normal_(stable.token_embedding.norm.weight)
-    torch.nn.init.normal_(stable.token_embedding.norm.bias)
-    folded = fold(stable.state_dict())
-    assert sorted(folded) == sorted(plain.state_dict())
-    plain.load_state_dict(folded)
-    tokens = torch.randint(512, (4, 8))
-    torch.testing.assert_close(plain.encode_text(tokens), stable.encode_text(tokens))
-    assert fold(folded) == folded
-
-
-def test_weights_of_a_stable_embedding_leave_under_open_clips_names(
-    make_config, run_once, tmp_path
-):
-    config = make_config({"optimizer.stable_embedding": True, "num_steps": 1})
-    stable = run_once(config, tmp_path / "run")[1].task.model
-    config = make_config({"model.init_from": str(tmp_path / "run")})
-    plain = build(config, open_data(config)).task.model
-    tokens = torch.randint(512, (4, 8))
-    torch.testing.assert_close(plain.encode_text(tokens), stable.encode_text(tokens))
