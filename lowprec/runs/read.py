@@ -133,19 +133,6 @@ def read_file(path: Path) -> bytes:
     return data
 
 
-def read_map(path: Path, types: dict[str, type] | None = None) -> dict:
-    """The JSON object in a file of a record; keys in `types` must have a value of that type.
-
-    Raises FileNotFoundError or RecordFileError.
-    """
-    try:
-        return checked(decode_json(read_file(path).decode()), types or {})
-    except RecordFileError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise RecordFileError(f"{path} is damaged: {error}") from error
-
-
 def read_yaml(path: Path) -> Any:
     """The plain data in a YAML file of a record; raises FileNotFoundError or RecordFileError.
 
@@ -226,8 +213,13 @@ def read_status(run: Path, default: dict | None = None) -> dict:
     Keys of `default` fill in missing ones, and replace a file that is missing or damaged. Without a
     default, such a file raises FileNotFoundError or RecordFileError.
     """
+    path = run / "status.json"
     try:
-        return (default or {}) | read_map(run / "status.json", STATUS)
+        data = read_file(path)
+        try:
+            return (default or {}) | checked(decode_json(data.decode()), STATUS)
+        except (ValueError, RecursionError) as error:
+            raise RecordFileError(f"{path} is damaged: {error}") from error
     except (FileNotFoundError, RecordFileError):
         if default is None:
             raise

@@ -7,6 +7,7 @@ waits in SLURM's queue.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -21,15 +22,12 @@ from lowprec.config.schema import Config
 from lowprec.data.sources import without_secrets
 from lowprec.runs import durable
 from lowprec.runs.identity import directory, label, to_dict
-from lowprec.runs.read import ENDED, RecordFileError, checked, read_map, read_status
+from lowprec.runs.read import ENDED, RecordFileError, read_file, read_status
 from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
 DECLINED = 4  # exit status of one of several ranks that does not train; without it, others wait
-RUN = {"index": int, "label": str, "directory": str, "overrides": list, "config": dict}
-RUN |= {"gpus": int, "runs_per_gpu": int}
 MARKS = ("cancelled", "ended")
-LAUNCHER = {"name": str, "parallel": int, "gpus": int}  # keys that every launcher has
 
 
 @dataclass
@@ -60,8 +58,8 @@ class Plan:
     """The files of one sweep: data, since `TRAIN` trains a run, where `submit` was called.
 
     Each read is fresh, because other processes write them too. `launchers` holds the settings of
-    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is damaged,
-    or if another user can have written it: a run's config may name shell commands (`pipe:`).
+    each launcher by name, the last used one last. Raises RecordFileError if sweep.json is not what
+    was written, or if another user can have written it: it may hold commands (`pipe:`, `setup`).
     """
 
     def __init__(self, folder: Path):
@@ -74,23 +72,14 @@ class Plan:
                     "the file and its folder must be yours, and nobody else may write to them; if "
                     f"you trust its runs: chmod go-w {path.parent} {path}"
                 )
-        plan = read_map(path, {"launchers": dict, "runs": list})
+        text = read_file(path)
         try:
-            if plan.keys() != {"launchers", "runs"}:
-                raise ValueError(", ".join(plan))
+            plan = json.loads(text)
+            if plan.pop("digest") != _digest(plan):
+                raise ValueError("its digest is another")
             self.launchers = plan["launchers"]
-            for name, launcher in self.launchers.items():
-                if checked(launcher, LAUNCHER).keys() < LAUNCHER.keys() or launcher["name"] != name:
-                    raise ValueError(f"launcher {name}")
-            self.runs = [PlannedRun(**checked(run, RUN)) for run in plan["runs"]]
-            for index, run in enumerate(self.runs):
-                has_launcher = run.launcher is None or run.launcher in self.launchers
-                is_numbered = run.index == index and type(run.config["num_steps"]) is int
-                has_share = run.gpus >= 0 and run.runs_per_gpu > 0
-                is_text = all(type(text) is str for text in run.overrides)
-                if not (is_text and has_launcher and has_share and is_numbered):
-                    raise ValueError(f"run {index}")
-        except (KeyError, TypeError, ValueError) as error:
+            self.runs = [PlannedRun(**run) for run in plan["runs"]]
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise RecordFileError(
                 f"{path} is damaged or from an earlier version ({error}); delete the sweep's "
                 "folder and submit again: runs that have ended are not repeated"
@@ -165,12 +154,12 @@ class Plan:
 
     def end(self, index: int, reason: str) -> None:
         """Says why a run failed: it is not started again before it is resubmitted."""
-        durable.replace(self.mark(index, "ended"), json.dumps({"reason": reason}).encode())
+        durable.replace(self.mark(index, "ended"), reason.encode(errors="replace"))
 
     def why_ended(self, index: int) -> str | None:
         """Why a run failed; None if it has not been said."""
         try:
-            return read_map(self.mark(index, "ended"), {"reason": str}).get("reason", "")
+            return read_file(self.mark(index, "ended")).decode(errors="replace")[:400]
         except FileNotFoundError:
             return None
         except RecordFileError as error:
@@ -229,7 +218,12 @@ def refuse_processes(runs: list[PlannedRun], processes: int) -> None:
         raise ConfigError(faults)
 
 
+def _digest(plan: dict) -> str:
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+
+
 def _write(folder: Path, plan: dict) -> None:
+    plan = {**plan, "digest": _digest(plan)}
     before = os.umask(0o077)  # readable by the owner only: a URL in a config may hold a secret
     try:
         durable.replace(folder / "sweep.json", json.dumps(plan, indent=1).encode())
