@@ -141,6 +141,11 @@ _TESTED = (
     "size)"
 )
 _SIZE = partial(size_judges.compare, how=size_judges.HIGHER)
+ALONE = {  # what only the weight gradient in int8 costs: the runs compared with it, the margin
+    "alone in int8 costs accuracy": ("bf16", "interval of bf16's accuracy minus its above 0"),
+    "in int8 costs more accuracy than the output in int8": ("output int8", ABOVE_0),
+    "in int8 costs more accuracy than the input gradient in int8": ("grad_input int8", ABOVE_0),
+}
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy",
           f"within {MARGINS['paper']:g} point; {_papers('switchback')}", MATCHES,
@@ -233,21 +238,11 @@ CLAIMS = (
           "no number", "above 0: one-sided t test at 5%",
           partial(_SIZE, one=size_judges.INT8_GRADIENT, other="bf16"),
           short="weight gradient costs most", **AT_SIZE),
-    Claim("C6", "the weight gradient alone in int8 costs accuracy", "no number",
-          "interval of bf16's accuracy minus its above 0",
-          partial(PRECISION, one="bf16", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",),
-          short="weight gradient costs most"),
-    Claim("C6", "the weight gradient in int8 costs more accuracy than the output in int8",
-          "no number", ABOVE_0,
-          partial(PRECISION, one="output int8", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",),
-          short="weight gradient costs most"),
-    Claim("C6", "the weight gradient in int8 costs more accuracy than the input gradient in int8",
-          "no number", ABOVE_0,
-          partial(PRECISION, one="grad_input int8", other="grad_weight int8", rule=larger,
-                  studies=ONE_PRODUCT), ("mini",),
-          short="weight gradient costs most"),
+    *(Claim("C6", f"the weight gradient {text}", "no number", margin,
+            partial(PRECISION, one=one, other="grad_weight int8", rule=larger,
+                    studies=ONE_PRODUCT), ("mini",),
+            short="weight gradient costs most")
+      for text, (one, margin) in ALONE.items()),
     Claim("C7", "SwitchBack is faster end to end for ViT-H/14 than nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback"),

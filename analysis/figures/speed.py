@@ -1,4 +1,4 @@
-"""Figures of benchmark lines: time, time saved and efficiency by size, method and GPUs."""
+"""Figures of benchmark lines: time and time saved by size and method."""
 
 from functools import partial
 
@@ -8,7 +8,6 @@ from matplotlib.transforms import blended_transform_factory
 
 from analysis import bench, naming, paper, style
 from analysis.grammar import Panels, by
-from analysis.load import NoRunsError
 
 TOKENS = 32768  # of the panels that show one number of tokens, if it is measured
 OPERATIONS = {  # case: (in print, marker)
@@ -170,58 +169,6 @@ def in_lines(shape: str, shapes: list[str]) -> str:
     return "\n".join([naming.model(model), batch, *own])
 
 
-KINDS = {"ddp": ("DDP", "-", "o"), "fsdp2": ("FSDP2", DASHED, "s")}  # in print, line, marker
-SHAPE = (
-    r"(?P<model>.+)-(?P<precision>\w+)-(?P<optimizer>\w+)-s\d+, "
-    r"batch (?P<batch_size>\d+) a process(?P<settings>.*)"
-)
-SERIES = ["panel", "precision", "optimizer"]
-
-
-def efficiency(lines: pd.DataFrame) -> pd.DataFrame:
-    """One row per model, batch, method, kind and number of GPUs; `value` is the efficiency.
-
-    `kind` is "one" for one process, else "ddp" or "fsdp2"; `rate` is in images/s on all GPUs, and
-    `communication` is a share of the step.
-    Raises NoRunsError without lines of several processes and of one to compare them with.
-    """
-    timed = lines[lines["ratio"].notna()]
-    if not (timed["processes"] > 1).any():
-        raise NoRunsError("slug scale: no line of several processes beside one of one process")
-    table = bench.newest(timed, ["shape", "case"])
-    table = table.join(table["shape"].str.extract(SHAPE))
-    batch = ", batch " + table["batch_size"] + " per GPU"
-    table["panel"] = table["model"].map(naming.model) + batch + table["settings"]
-    table["kind"] = table["case"].str.partition(" ")[0]
-    table["order"] = table["model"].map(lambda name: naming.rank(name, naming.MODELS))
-    table["batch_size"] = table["batch_size"].astype(int)
-    table = table.sort_values(["order", "batch_size", *SERIES, "kind", "processes"])
-    table = table.rename(columns={"device": "source", "ratio": "value", "processes": "gpus"})
-    columns = ["kind", "gpus", "value", "rate", "communication", "memory_gib"]
-    return table[["file", "source", *SERIES, *columns]].reset_index(drop=True)
-
-
-def plot_efficiency(frame: pd.DataFrame, ax: Axes) -> None:
-    """One model and batch: a color for each precision; FSDP2 is dashed."""
-
-    def look(head: pd.Series) -> tuple[str, dict]:
-        method = head["precision"], head["optimizer"]
-        name, line, marker = KINDS[kind]
-        styled = {"color": style.color(*method), "ls": line, "marker": marker}
-        return f"{naming.method(*method)}, {name}", styled
-
-    order = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
-    frame = frame.assign(order=order).sort_values("order", kind="stable")
-    for kind in KINDS:
-        several = frame.loc[frame["kind"] == kind, SERIES].agg("|".join, axis=1)
-        part = frame[frame["kind"].isin(("one", kind))]
-        part = part[part[SERIES].agg("|".join, axis=1).isin(several)]
-        draw_lines(part, ax, "gpus", "value", SERIES, look)
-    size_axis(ax, frame["gpus"], "GPUs", base=2)
-    ax.axhline(1, color="black", lw=0.6)
-    ax.set(ylabel="images/s per GPU (one process: 1)")
-
-
 NOISE = {  # case: name in print, precision of its color
     "int8": ("int8", "switchback"),
     "e4m3": ("fp8, both e4m3", "fp8_switchback"),
@@ -302,14 +249,6 @@ FIGURES = {
         "the same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s "
         "in fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
         .format(*paper.END_TO_END),
-    ),
-    "weak_scaling": Panels(
-        lines="scale",
-        table=efficiency,
-        plots=(plot_efficiency,),
-        facet=by("panel", lambda name: name.replace(", ", "\n")),
-        text="Weak scaling of a training step: images/s per GPU relative to one process with the "
-        "same batch per GPU.",
     ),
     "quantization_variance": Panels(
         lines="quantization_variance",

@@ -15,10 +15,9 @@ from analysis.figures import (
     quantization_variance,
     quantize_share,
     switchback_variants_speed,
-    weak_scaling,
 )
 from analysis.load import NoRunsError
-from tests.analysis.conftest import drawn, legend, write_rows
+from tests.analysis.conftest import drawn, write_rows
 
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)
@@ -64,21 +63,6 @@ def model_lines():
         for case, ms in (times | {"switchback": 72.0, "llm_int8": 85.0}).items():
             yield line("model", case, ms, shape=f"{model} batch 256")
     yield line("model", "autograd_high", 1e-3, shape="vit_h14 batch 256, checkpointing")
-
-
-def scale_lines(models=(("vit_h14", "256"), ("vit_h14", "64"), ("vit_b32", "512"))):
-    """The efficiency on n GPUs is 1 - loss log2(n)."""
-    for model, batch in models:
-        for recipe, loss in (("bf16", 0.01), ("switchback", 0.02)):
-            shape = f"{model}-{recipe}-adamw-s0, batch {batch} a process, checkpointing"
-            at = {"shape": shape, "communication": loss, "memory_gib": 20.0}
-            yield line("scale", "one process", 10.0, processes=1, ratio=1.0, **at)
-            for gpus in (2, 8):
-                for case, factor in (("ddp", 1), ("fsdp2", 2)):
-                    ratio = 1 - factor * loss * np.log2(gpus)
-                    case = f"{case} x {gpus}"
-                    yield line("scale", case, 10 / ratio, processes=gpus, ratio=ratio, **at)
-            yield line("scale", "fsdp2 x 8", None, processes=8, ratio=None, **at)  # no memory
 
 
 def write(root, slug, lines, name="20260101-000000"):
@@ -188,30 +172,6 @@ def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
     (panel,) = drawn(quantization_variance, frame)
     drawn_lines = [(curve.get_label(), *curve.get_ydata()) for curve in panel.lines]
     assert drawn_lines[::2] == [("int8", 64, 128), ("MXFP4", 9)]
-
-
-def test_weak_scaling_has_a_panel_for_each_batch_and_a_line_for_each_method(tmp_path):
-    frame = weak_scaling.query(load_lines(write(tmp_path, "scale", scale_lines()), "scale"))
-    value = frame.set_index(["panel", "precision", "kind", "gpus"])["value"]
-    titles = [f"ViT-{name} per GPU, checkpointing" for name in
-              ("B/32, batch 512", "H/14, batch 64", "H/14, batch 256")]  # fmt: skip
-    assert list(dict.fromkeys(frame["panel"])) == titles
-    assert value[titles[1], "switchback", "fsdp2", 8] == pytest.approx(0.88)
-    assert value[titles[1], "bf16", "ddp", 2] == pytest.approx(0.99)
-    assert set(frame["communication"]) == {0.01, 0.02} and set(frame["memory_gib"]) == {20}
-    panels = drawn(weak_scaling, frame)
-    assert [ax.get_title() for ax in panels] == [title.replace(", ", "\n") for title in titles]
-    for ax in panels:
-        lines = {curve.get_label(): curve.get_xydata().tolist() for curve in ax.lines[:-1]}
-        assert lines["SwitchBack int8, AdamW, FSDP2"] == [[1, 1], [2, 0.96], [8, 0.88]]
-        assert list(lines) == legend(ax)
-        assert [tick.get_text() for tick in ax.get_xticklabels()] == ["1", "2", "8"]
-
-
-def test_weak_scaling_needs_lines_of_several_processes(tmp_path):
-    alone = [row for row in scale_lines() if row["processes"] == 1 or row["ratio"] is None]
-    with pytest.raises(NoRunsError, match="no line of several processes"):
-        weak_scaling.query(load_lines(write(tmp_path, "scale", alone), "scale"))
 
 
 def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):

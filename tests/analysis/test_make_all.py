@@ -23,7 +23,6 @@ from tests.analysis.test_bench_figures import (
     line,
     model_lines,
     op_lines,
-    scale_lines,
 )
 from tests.analysis.test_block_figures import noises
 from tests.analysis.test_point_of_no_return import replays, write_table
@@ -99,7 +98,6 @@ def lines():
     yield from op_lines(DIMS)
     yield from layer_lines(DIMS)
     yield from model_lines()
-    yield from scale_lines()
     for case, ms in (("high", 30.0), ("switchback", 20.0)):
         facts = {"image_size": 32, "patch_dropout": 0.0, "compiled": False, "optimizer": "adamw"}
         yield line("step", case, ms, shape="mini_l batch 128", batches="loaded", **facts)
