@@ -167,8 +167,11 @@ def _count_spikes(run: Runs, head: dict) -> dict[str, float]:
 
 def _heights(series: spike_marks.Series, protocol: Protocol) -> dict[str, float]:
     """HIGHEST and LARGE of a run."""
-    num_large = spike_marks.signed_leads(series, protocol)["is_large"].sum()
-    return {HIGHEST: spike_marks.highest(series, protocol), LARGE: num_large}
+    heights = spike_marks.spike_table(series, protocol)["height"]
+    return {
+        HIGHEST: heights.max() if len(heights) else 0.0,
+        LARGE: (heights > spike_marks.LARGE).sum(),
+    }
 
 
 def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:

@@ -318,12 +318,6 @@ def signed_leads(series: Series, protocol: Protocol, side: str = "step") -> pd.D
     return pd.DataFrame({"lead": lead + 0.0, "is_large": (table["height"] > LARGE).to_numpy()})
 
 
-def highest(series: Series, protocol: Protocol) -> float:
-    """The height of the highest loss spike of a run (see `spike_table`), or 0."""
-    heights = spike_table(series, protocol)["height"]
-    return heights.max() if len(heights) else 0.0
-
-
 def count_following(
     series: Series, rms: np.ndarray, protocol: Protocol, max_shift: int | None = None
 ) -> dict[str, float]:

@@ -98,6 +98,8 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     make_run(num_steps=20, scale="paper", experiment="other")  # a figure takes any runs if told
     assert run_make("--scale", "paper")[0] == 2
     assert run_make("--scale", "paper", "--experiment", "any")[0] == 0
+    code, _, err = run_make("--scale", "paper", "--experiment", "any", slug="loss_scaler")
+    assert code == 2 and "the figure shows no such runs" in err
 
 
 @pytest.mark.usefixtures("no_pictures")
