@@ -1,6 +1,7 @@
 """A folder of experiments.export, loaded by open_clip in a fresh process and as initial weights."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,16 +37,23 @@ torch.save([features, preprocess.transforms[0].size, model.visual.image_mean], "
 """
 
 
-@pytest.fixture
-def exported(run_once, make_config, tmp_path, monkeypatch):
-    """Models of `RUNS` and their configs, by the folder in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    trained = {}
+@pytest.fixture(scope="module")
+def trained(run_once, tiny_config, tmp_path_factory):
+    """A folder with the runs of `RUNS`, and their models and configs by name."""
+    folder, models = tmp_path_factory.mktemp("trained"), {}
     for name, changes in RUNS.items():
-        config = make_config({"num_steps": 2, "save_every": 2, **changes})
-        _, built = run_once(config, tmp_path / "runs" / name)
-        trained[name] = built.task.model, config
-    return trained
+        config = tiny_config(folder, {"num_steps": 2, "save_every": 2, **changes})
+        _, built = run_once(config, folder / name)
+        models[name] = built.task.model, config
+    return folder, models
+
+
+@pytest.fixture
+def exported(trained, tmp_path, monkeypatch):
+    """Copies the runs to `runs/` in a new working directory; their models and configs by name."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained[0], "runs")
+    return trained[1]
 
 
 @pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)])

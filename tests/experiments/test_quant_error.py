@@ -19,12 +19,21 @@ from lowprec.train.build import build
 LAYERS = {"attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"}
 
 
-@pytest.fixture(params=[{}, {"precision.autocast": "bf16", "precision.recipe": "switchback"}])
-def run(request, run_once, make_config, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    run_once(make_config({"num_steps": 4, "model.vision_layers": 1, **request.param}), folder)
+PRECISIONS = [{}, {"precision.autocast": "bf16", "precision.recipe": "switchback"}]
+
+
+@pytest.fixture(scope="module", params=PRECISIONS)
+def trained(request, run_once, tiny_config, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run_once(
+        tiny_config(folder, {"num_steps": 4, "model.vision_layers": 1, **request.param}), folder
+    )
     return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture
