@@ -1,20 +1,17 @@
 """Figures as data: which runs and values a figure shows, and its axes, panels and colors.
 
-`FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points`, or `Panels` that
-functions draw. `Bespoke` is for a module that draws in its own way.
+`FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points` (`analysis/points.py`),
+or `Panels` that functions draw. `Bespoke` is for a module that draws in its own way.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from scipy.optimize import isotonic_regression
 
 from analysis import comparison, measures, naming, panels, paper, style
 from analysis.load import EXPERIMENTS, Runs
@@ -23,10 +20,7 @@ Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
 TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDE = 10  # ratio of the largest to the smallest value on a logarithmic axis, if the values choose
-APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
-CROWD = 8  # runs at one place; more are spread
 
 
 def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -139,132 +133,6 @@ class Axis:
     def name(self, frame: pd.DataFrame) -> str:
         """The label."""
         return self.label if isinstance(self.label, str) else self.label(frame)
-
-
-@dataclass(eq=False, kw_only=True)
-class Points(Figure):
-    """A point for each run, by its values on two axes.
-
-    Attributes:
-        table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`.
-        x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
-        hue: the column whose values have colors; those in `order` come first.
-        look: the color and the line style of a hue, by its first row; None: colors of a scale.
-        name: the name of a hue, by its first row. What all methods share is left out.
-        means: "bar" at the mean of the runs at one place, "line" through the means, or "".
-        hollow: marks the runs that have open points.
-        facet: divides the frame into panels, with titles.
-        text: sentences of the caption, after the axes and the runs.
-        notes: sentences of the caption that depend on the frame.
-    """
-
-    table: Callable[[Runs], pd.DataFrame]
-    x: tuple[Axis, ...]
-    y: tuple[Axis, ...]
-    hue: str = "method"
-    order: tuple = ()
-    look: Callable[[pd.Series], tuple] | None = style.look
-    name: Callable[[pd.Series], str] | None = None
-    means: str = "bar"
-    hollow: Callable[[pd.DataFrame], pd.Series] | None = None
-    facet: Facet = in_one_panel
-    text: str = ""
-    notes: Callable[[pd.DataFrame], str] = lambda _: ""
-
-    def query(self, runs: Runs) -> pd.DataFrame:
-        """The table of the selected runs."""
-        return self.table(self.selected(runs))
-
-    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and pair of axes, above one legend."""
-        frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
-        parts, labels = self.facet(frame), self._labels(frame)
-        cells = [(*part, *pair) for part in parts for pair in self._pairs(frame)]
-        axes = panels.grid(canvas, len(cells))
-        for (title, part, x, y), ax in zip(cells, axes, strict=True):
-            self.plot(part, ax, x, y, labels)
-            ax.set_title(title if len(parts) > 1 else "")
-        for y in self.y:
-            shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
-            panels.share_limits(shared)
-            if shared and y.name(frame).endswith("(%)") and shared[0].get_ylim()[0] > 0:
-                shared[0].set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
-        if self.hue not in (x.column for x in self.x):
-            panels.legend_below(canvas, axes, labels.values())
-
-    def plot(self, frame: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
-        """One panel."""
-        if y.reference is not None:
-            ends = y.reference - y.equal, y.reference + y.equal
-            ax.axhspan(*ends, color="0.92", lw=0, zorder=0)
-            ax.axhline(y.reference, color=style.OTHER, lw=0.8, zorder=0.5)
-        frame = frame[frame[x.column].notna()]
-        places = self._places(frame, x)
-        for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
-            scale = style.setting_color(i, max(1, len(labels) - 1)), "-"
-            color, dashes = self.look(part.iloc[0]) if self.look else scale
-            panels.draw_runs(
-                ax, places[part.index], part[y.column],
-                color=color, label=labels[hue], means=self.means, dashes=dashes,
-                marker="o" if self.means else MARKERS[i % len(MARKERS)],
-                hollow=self.hollow(part) if self.hollow else None,
-            )  # fmt: skip
-        ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
-        if x.names:
-            named = x.names(frame)
-            ax.set_xticks(range(len(named)), list(named.values()))
-            ax.set_xlim(-0.5, len(named) - 0.5)
-        elif x.log:
-            panels.number_axis(ax, frame[x.column])
-        panels.value_axis(ax, y.log, WIDE)
-
-    def caption(self, frame: pd.DataFrame) -> str:
-        """Describes the axes, the runs and the points, and names the runs that did not finish."""
-        pairs = self._pairs(frame)
-        labels = dict.fromkeys(y.name(frame).removesuffix(" (%)") for _, y in pairs)
-        seeds = measures.seeds(frame, "model", self.hue, pairs[0][0].column)
-        text = f"{naming.join(labels)} of {measures.of_runs(frame)} ({seeds} of each setting)."
-        text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
-        means = {"bar": "; bars: their means", "line": "; lines: their means", "": ""}[self.means]
-        text += f" Points: runs{means}; a cross: a run without a value.{self.notes(frame)}"
-        return text + measures.caption_end(frame)
-
-    def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
-        """The pairs of axes on which a run has both values, or else the first pair."""
-        pairs = list(itertools.product(self.x, self.y))
-        drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
-        return list(itertools.compress(pairs, drawn)) or pairs[:1]
-
-    def _labels(self, frame: pd.DataFrame) -> dict[str, str]:
-        heads = frame.drop_duplicates(self.hue).set_index(self.hue, drop=False)
-        names = {hue: self.name(head) if self.name else str(hue) for hue, head in heads.iterrows()}
-        precisions, optimizers = (
-            frame[key].dropna().unique() for key in ("precision", "optimizer")
-        )
-        shared = naming.method("", optimizers[0])
-        if len(optimizers) > 1:
-            shared = f"{naming.precision(precisions[0])}, " if len(precisions) == 1 else ", , "
-        return {hue: name.replace(shared, "") for hue, name in names.items()}
-
-    def _rank(self, hue: str) -> int:
-        return self.order.index(hue) if hue in self.order else len(self.order)
-
-    def _places(self, frame: pd.DataFrame, x: Axis) -> pd.Series:
-        """The place of each row; hues stand side by side at a value with a name."""
-        values, hues = frame[x.column], frame[self.hue]
-        if x.apart:
-            return hues.map(_apart(values.groupby(hues).first(), x.apart))
-        if not x.names:
-            return values.astype(float)
-        at = values.map(list(x.names(frame)).index).astype(float)
-        there = pd.DataFrame({"at": at, "hue": hues}).drop_duplicates()
-        num = there.groupby("at")["hue"].transform("size")
-        shifts = there.groupby("at").cumcount() - (num - 1) / 2
-        shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * min(APART, ROOM / num.max())
-        crowd = hues.groupby([at, hues])
-        size, rank = crowd.transform("size"), crowd.cumcount()
-        spread = (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)
-        return at + shifts.loc[zip(at, hues, strict=True)].to_numpy() + spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,10 +342,3 @@ class Panels(Figure):
             return text + measures.caption_end(frame, crosses=False)
         devices = set(frame.get("source", ())) - {paper.SOURCE}
         return text + (f" Measured on {naming.join(sorted(devices))}." if devices else "")
-
-
-def _apart(values: pd.Series, least: float) -> dict:
-    """Places on an axis by hue, at least so far from each other and else close to the values."""
-    values = values.sort_values(kind="stable")
-    steps = least * np.arange(len(values))
-    return (isotonic_regression(values - steps).x + pd.Series(steps, values.index)).to_dict()

@@ -26,8 +26,9 @@ from matplotlib.figure import Figure as Canvas
 from analysis import cli, measures, naming, style
 from analysis.cli import ChoiceError
 from analysis.comparison import counted, short, written
-from analysis.grammar import Axis, Figure, Hue, Lines, Points, in_one_panel
+from analysis.grammar import Axis, Figure, Hue, Lines, in_one_panel
 from analysis.load import Runs, load_runs
+from analysis.points import Points
 from lowprec.nearest import nearest
 
 NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs

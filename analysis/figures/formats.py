@@ -11,8 +11,9 @@ import pandas as pd
 
 from analysis import comparison, measures, naming
 from analysis.figures.scores import MEASURES, SCORES, scores
-from analysis.grammar import Axis, Points
+from analysis.grammar import Axis
 from analysis.load import Runs
+from analysis.points import Points
 from lowprec.nn.recipe import RECIPES, Operand
 
 SCALE_BITS = {"float32": 32, "e8m0": 8, "e4m3": 8}

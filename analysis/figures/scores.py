@@ -9,8 +9,9 @@ from scipy import stats
 from analysis import comparison, measures, naming, spike_marks, style
 from analysis.comparison import counted
 from analysis.evidence import MARGINS
-from analysis.grammar import ANYTHING, Axis, Points, by_model
+from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
+from analysis.points import Points
 from analysis.size_judges import MARGIN
 from lowprec.nn.recipe import PRODUCTS
 from lowprec.runs.read import ENDED

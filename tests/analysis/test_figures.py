@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import grammar, load_runs, make, paper, style
+from analysis import load_runs, make, paper, points, style
 from analysis.figures import (
     FIGURES,
     accuracy_vs_size,
@@ -274,7 +274,7 @@ def test_a_run_that_changes_its_format_is_a_method_of_its_own_between_both(evalu
     frame = query(FIGURES["formats"]).set_index("method")
     bits = {"NVFP4, then bf16 from step 6, AdamW": 4.5 / 4 + 16 * 3 / 4, "NVFP4, AdamW": 4.5}
     assert frame["bits"][list(bits)].to_dict() == pytest.approx(bits)
-    places = grammar._apart(pd.Series([10.6, 10.25, 10.6, 10.6, 16], list("abcde")), 0.3)
+    places = points._apart(pd.Series([10.6, 10.25, 10.6, 10.6, 16], list("abcde")), 0.3)
     assert min(np.diff(sorted(places.values()))) == pytest.approx(0.3)
     assert places["e"] == 16
 
