@@ -84,9 +84,8 @@ def measure(
                 if case == "linear":
                     base[mode] = ms
                 row.update(ms=ms, rate=operations / ms / 1e9, rate_unit="TFLOP/s")
-                row.update(
-                    ratio_to=f"linear, {mode}", ratio=base[mode] / ms if mode in base else None
-                )
+                if mode in base:
+                    row.update(ratio_to=f"linear, {mode}", ratio=base[mode] / ms)
             if not row:
                 break
 
