@@ -1,7 +1,6 @@
 """Runs jobs, one per shard, in parallel processes."""
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from lowprec.runs.attempts import end_with_parent
+from lowprec.runs.attempts import follow_parent
 from lowprec.waiting import Waiting
 
 J, R = TypeVar("J"), TypeVar("R")
@@ -38,7 +37,7 @@ def run_jobs(
     if min(num_processes, len(jobs)) <= 1:
         return list(_with_progress(map(function, jobs), doing, len(jobs)))
     others, fork = set(active_children()), get_context("fork")
-    with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=fork, initializer=follow_parent) as pool:
         try:
             futures = [pool.submit(function, job) for job in jobs]  # map would cancel them
             results = (future.result() for future in futures)
@@ -50,12 +49,6 @@ def run_jobs(
                 message = f"{doing}: a process was killed, often for lack of memory"
                 raise ChildProcessError(message) from error
             raise
-
-
-def _end_with_parent() -> None:
-    """Leaves Ctrl-C to the parent process and ends this process when the parent ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
 
 
 def _with_progress(results: Iterable[R], doing: str, total: int) -> Iterator[R]:

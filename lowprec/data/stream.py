@@ -28,7 +28,8 @@ from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.sources import ShardUrls, check_readers, without_secrets
 from lowprec.data.tar import IMAGES, MEMBERS, DamagedError, StrictHeader, parse_label, read_members
-from lowprec.data.workers import ahead, follow_parent
+from lowprec.data.workers import ahead
+from lowprec.runs.attempts import follow_parent
 
 SHUFFLED = 1000  # undecoded samples that a worker shuffles
 LARGEST_OTHER = loader.LONGEST_CAPTION + 1  # bytes of a member that is no image

@@ -16,19 +16,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lowprec.data.shards import ShardError
-from lowprec.runs.attempts import STOPPING, end_with_parent
+from lowprec.runs.attempts import STOPPING, follow_parent
 
 SILENT_S = 300  # a worker that takes longer for a batch ends the run
 CLOSING_S = 2  # a worker that takes longer to end is killed
-
-
-def follow_parent(*_: object) -> None:
-    """Leaves the stopping signals to the parent process, whose end is this process's end too.
-
-    Called in a new process: a data worker, or a command that reads a shard.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    end_with_parent()
 
 
 @contextlib.contextmanager

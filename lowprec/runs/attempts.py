@@ -20,6 +20,15 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
+def follow_parent(*_: object) -> None:
+    """Leaves the stopping signals to the parent process, whose end is this process's end too.
+
+    Called in a new process: a data worker, a job, or a command that reads a shard.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    end_with_parent()
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written or used; the message names it and says why."""
 

@@ -118,7 +118,7 @@ def test_all_damaged_shards_are_named_at_once(tmp_path):
     (tmp_path / "train-000.tar").write_bytes(b"")
     (tmp_path / "train-002.tar").write_bytes(bytes(10240))
     with pytest.raises(ValueError) as error:
-        open_shards(pattern)
+        open_shards(pattern, num_processes=2)
     assert all(name in str(error.value) for name in ("train-000.tar", "train-002.tar"))
     assert not any(name in str(error.value) for name in ("train-001.tar", "train-003.tar"))
 
@@ -221,14 +221,10 @@ def test_compressed_shard_is_refused(tmp_path):
 
 
 def test_index_does_not_depend_on_the_number_of_processes(tmp_path):
-    for folder in ("one", "two"):
-        pattern = write_shards(tmp_path / folder, [2, 1, 3])
-        (tmp_path / folder / "train-001.tar").write_bytes(b"damaged")
-        with pytest.raises(ValueError, match=r"train-001\.tar is damaged"):
-            open_shards(pattern, num_processes=1 if folder == "one" else 2)
-        pattern = write_shards(tmp_path / folder, [2, 1, 3])
-    one = open_shards(str(tmp_path / "one" / "*.tar"), num_processes=1)
-    two = open_shards(str(tmp_path / "two" / "*.tar"), num_processes=2)
+    one, two = (
+        open_shards(write_shards(tmp_path / str(count), [2, 1, 3]), num_processes=count)
+        for count in (1, 2)
+    )
     assert one.digest == two.digest and one.counts.tolist() == two.counts.tolist() == [2, 1, 3]
 
 
