@@ -56,11 +56,16 @@ def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
 
 def test_of_two_things_that_are_under_way_the_newest_is_told(monkeypatch, capsys):
     monkeypatch.setattr(waiting, "SILENT_S", 0.1)
+
+    def told_meanwhile(seconds):
+        time.sleep(seconds)
+        return capsys.readouterr().err.splitlines()
+
     with closing(waiting.Waiting("loading")):
-        run_jobs(numbered, [0.5], 1, "counting")
-        assert "loading" not in capsys.readouterr().err
-        time.sleep(0.5)
-    assert "loading (" in capsys.readouterr().err
+        [lines] = run_jobs(told_meanwhile, [1.0], 1, "counting")
+        first = next(n for n, line in enumerate(lines) if line.startswith("counting ("))
+        assert all(line.startswith("counting (") for line in lines[first:])
+        assert any(line.startswith("loading (") for line in told_meanwhile(1.0))
 
 
 WAITING = r"""
