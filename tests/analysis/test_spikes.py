@@ -33,12 +33,10 @@ def plant_fixture(make_run):
                 rms.loc[step - lead - 1, CONV1] = 5
         rms.loc[1799, PROJ] = rms.loc[1198, PROJ] = rms.loc[1195, C_FC] = 4
         keys = {"experiment": "rms_and_loss", "flush": 500} | keys
-        run = make_run(num_steps=num_steps, losses=losses, **keys)
-        path = run / "tensors.parquet"
-        if path.exists():
-            rms.index = pd.RangeIndex(1, num_steps + 1, name="step")
-            rms.add_prefix("rms/").astype(np.float32).reset_index().to_parquet(path)
-        return run
+        rms.index += 1
+        return make_run(
+            num_steps=num_steps, losses=losses, tables={"tensors": {"rms": rms}}, **keys
+        )
 
     return plant
 
