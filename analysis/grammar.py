@@ -232,8 +232,13 @@ class Lines(Figure):
             self.plot(part, ax)
             ax.set_title(title)
         panels.share_limits(axes)
-        if self.facet != "label":
+        panels.label_outer(axes)
+        if self.facet != "label" and not self._has_one_color(frame):
             panels.legend_below(canvas, axes)
+
+    def _has_one_color(self, frame: pd.DataFrame) -> bool:
+        """Whether all runs have one value of what colors tell, which the caption gives."""
+        return bool(self.hue.name) and frame["label"].nunique() == 1
 
     def plot(self, frame: pd.DataFrame, ax: Axes) -> None:
         """One panel."""
@@ -280,6 +285,8 @@ class Lines(Figure):
             f"{naming.join(sorted(runs['batch_size'].unique()))}). {self.text} Thin: every step of "
             f"each run{median}."
         ).format(methods=measures.methods(runs))
+        if self._has_one_color(frame):
+            text += f" All runs: {frame['label'].iloc[0]}."
         if y == "loss":
             text += (
                 " The loss axis ends at the largest loss, of runs that did not diverge, after the "
@@ -332,6 +339,7 @@ class Panels(Figure):
                 if title and not row:
                     ax.set_title(title)
             panels.share_limits([ax for ax in of_plot if ax.axison])
+        panels.label_outer([ax for ax in axes if ax.axison])
         if not any(ax.get_legend() for ax in axes):
             panels.legend_below(canvas, axes)
 

@@ -177,14 +177,12 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
     """
     lines = records.lines(slug, H14_KEYS)
     frame = bench.end_to_end(lines)
-    frame, at = frame[frame["model"] == H14], ["file", "shape"]
-    times = frame.pivot_table(index=at, columns="series", values="ms")
-    times = times.join(frame.pivot_table(index=at, columns="baseline", values="base_ms"))
-    if not {case, baseline} <= set(times) or times[[case, baseline]].dropna().empty:
+    of_case = (frame["series"] == case) & (frame["baseline"] == baseline)
+    saved = frame[of_case & (frame["model"] == H14)].set_index(["file", "shape"])["value"]
+    if saved.empty:
         makes = f"python -m experiments.benchmarks {slug} {H14_KEYS}"
         raise NoRunsError(f"{case} and {baseline} on {H14}: {makes}")
-    saved = bench.saved_percent(times[case], times[baseline]).dropna()
-    saved = saved.groupby("shape").tail(1).sort_index(level="shape")  # of the newest file
+    saved = saved.sort_index().groupby("shape").tail(1).sort_index(level="shape")  # newest file
     ours = "; ".join(
         f"{percent:.1f}% of the time ({1 / (1 - percent / 100):.3f} times as fast) ({shape})"
         for (_, shape), percent in saved.items()

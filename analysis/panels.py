@@ -12,7 +12,7 @@ from analysis import style
 
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
-CHARACTERS = 15  # of a legend, for each inch
+CHARACTERS, HANDLE = 18, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 MOST = 2  # but at most at this multiple of the first loss
 
@@ -126,11 +126,30 @@ def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) 
     named = {label: handle for label, handle in named.items() if handle}
     if not named:
         return
-    fitting = int(CHARACTERS * canvas.get_figwidth() / (max(map(len, named)) + 6))
-    ncols = min(len(named), max(1, fitting))
+    ncols = _num_legend_columns([*named], CHARACTERS * canvas.get_figwidth())
     canvas.set_figheight(canvas.get_figheight() + 0.1 + 0.17 * -(-len(named) // ncols))
     look = {"handlelength": 2.2, "columnspacing": 1.5}
     canvas.legend(named.values(), named, loc="outside lower center", ncols=ncols, **look)
+
+
+def _num_legend_columns(labels: list[str], width: float) -> int:
+    """The most columns, filled from left to right, that are together at most `width` wide."""
+    for num in range(len(labels), 1, -1):
+        columns = np.array_split(np.array([len(label) + HANDLE for label in labels]), num)
+        if sum(column.max() for column in columns) <= width:
+            return num
+    return 1
+
+
+def label_outer(axes: list[Axes]) -> None:
+    """Removes the label of an axis where the panel to the left, or below, has the same one."""
+    at = {(*ax.get_subplotspec().rowspan, *ax.get_subplotspec().colspan): ax for ax in axes}
+    for (row, column), ax in sorted(at.items(), key=lambda item: (item[0][0], -item[0][1])):
+        left, below = at.get((row, column - 1)), at.get((row + 1, column))
+        if left and left.get_ylabel() == ax.get_ylabel():
+            ax.set_ylabel("")
+        if below and below.get_xlabel() == ax.get_xlabel():
+            ax.set_xlabel("")
 
 
 def value_axis(ax: Axes, log: bool | None, wide: float) -> None:

@@ -66,7 +66,9 @@ class Points(Figure):
             shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
             if shared and y.name(frame).endswith("(%)") and shared[0].get_ylim()[0] > 0:
-                shared[0].set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
+                for ax in shared:
+                    ax.set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
+        panels.label_outer(axes)
         if self.hue not in (x.column for x in self.x):
             panels.legend_below(canvas, axes, labels.values())
 

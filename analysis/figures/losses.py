@@ -105,7 +105,7 @@ FIGURES = {
             same_but=(key,),
             hue=BETA2,
             facet=key,
-            text=f"After {after}, arXiv:2304.13013. All runs: {{methods}}. Colors: beta2.",
+            text=f"After {after}, arXiv:2304.13013. All runs: {{methods}}.",
         )
         for name, (key, after) in SWEEPS.items()
     },

@@ -9,17 +9,7 @@ from matplotlib.transforms import blended_transform_factory
 from analysis import bench, naming, paper, style
 from analysis.grammar import Panels, by
 
-TOKENS = 32768  # of the panels that show one number of tokens, if it is measured
-OPERATIONS = {  # case: (in print, marker)
-    "output": ("output", "o"),
-    "grad_input": ("grad input", "s"),
-    "grad_weight": ("grad weight", "^"),
-    "quantize_x": ("quantize x", "v"),
-    "quantize_g": ("quantize g, sum", "<"),
-    "quantize_w": ("quantize w, twice", ">"),
-}
-METHODS = {"bf16": "bf16", "int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: color's
-DASHED = (0, (3, 1.2))
+METHODS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: recipe
 PAPERS = "the paper's own percentages"
 
 
@@ -46,9 +36,9 @@ def size_axis(ax: Axes, sizes: pd.Series, label: str, base: int = 10) -> None:
     ax.set_xlabel(label)
 
 
-def with_papers(ours: pd.DataFrame, table: dict, **columns) -> pd.DataFrame:
+def with_papers(ours: pd.DataFrame, table: dict) -> pd.DataFrame:
     """Our rows, and those of a table of the paper, with the same columns."""
-    theirs = paper.rows(table, columns.pop("series")).assign(file="", **columns)
+    theirs = paper.rows(table, "int8").assign(file="")
     return pd.concat([ours, theirs], ignore_index=True)[list(ours)]
 
 
@@ -66,82 +56,43 @@ def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
 
 
 def profile(lines: pd.DataFrame) -> pd.DataFrame:
-    """Panel `ms`: milliseconds of each operation; panel `saved`: time saved in %."""
-    saved = bench.switchback_times(lines).rename(columns={"device": "source"})
-    saved = saved.assign(panel="saved", series="switchback")
+    """`value`: time in % that SwitchBack's operations save."""
+    saved = bench.switchback_times(lines).rename(columns={"device": "source", "dtype": "series"})
     saved["value"] = bench.saved_percent(saved["ms"], saved["base_ms"])
-    counts, times = set(saved["tokens"]), bench.operations(lines)
-    times = times[times["tokens"] == (TOKENS if TOKENS in counts else max(counts))]
-    times = times.rename(columns={"case": "series", "ms": "value", "device": "source"})
-    ours = pd.concat([times.assign(panel="ms"), saved], ignore_index=True)
-    columns = ["file", "panel", "source", "series", "dtype", "tokens", "dim", "value"]
-    return with_papers(ours[columns], paper.SAVED, series="switchback", dtype="int8", panel="saved")
+    ours = saved[["file", "source", "series", "tokens", "dim", "value"]]
+    return with_papers(ours, paper.SAVED)
 
 
-def plot_operations(frame: pd.DataFrame, ax: Axes) -> None:
-    """Milliseconds of each operation: a marker for each operation, a color for each precision."""
-    times = frame[frame["panel"] == "ms"]
-    draw_lines(times, ax, "dim", "value", ["dtype", "series"], lambda head: (
-        None, {"color": color(METHODS[head["dtype"]]), "marker": OPERATIONS[head["series"]][1]}
-    ))  # fmt: skip
-    for dtype in (dtype for dtype in METHODS if dtype in set(times["dtype"])):
-        ax.plot([], [], color=color(METHODS[dtype]), lw=2, label=dtype)
-    for name, marker in OPERATIONS.values():
-        ax.plot([], [], color="0.3", lw=0, marker=marker, ms=4, label=name)
-    size_axis(ax, times["dim"], "dim")
-    style.log_axis(ax)
-    ax.set(ylabel="time (ms)", title=f"each operation, {times['tokens'].iloc[0]:,} tokens")
-
-
-def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, dtype: str = "dtype") -> None:
+def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
     """Percentages of SwitchBack's summed operations; fewer tokens are paler."""
-    if "panel" in frame:
-        frame = frame[frame["panel"] == "saved"]
     ours = plot_papers(frame, ax)
     counts = sorted(set(ours["tokens"]), reverse=True)
-    draw_lines(ours, ax, "dim", "value", [dtype, "tokens"], lambda head: (
-        f"{naming.precision(METHODS[head[dtype]])}, {head['tokens']:,} tokens",
-        {"color": style.paler(color(METHODS[head[dtype]]), counts.index(head["tokens"]))},
+    draw_lines(ours, ax, "dim", "value", ["series", "tokens"], lambda head: (
+        f"{naming.precision(METHODS[head['series']])}, {head['tokens']:,} tokens",
+        {"color": style.paler(color(METHODS[head["series"]]), counts.index(head["tokens"]))},
     ))  # fmt: skip
     size_axis(ax, frame["dim"], "dim")
     ax.axhline(0, color="black", lw=0.6)
     ax.set(ylabel=label, title="all operations of a layer")
 
 
-def layers(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
-    """`ms`, and `value`: time saved in % of nn.Linear's."""
-    ours = bench.layer_times(lines, cases).rename(columns={"saved": "value"})
-    return with_papers(ours, paper.SAVED, series="switchback", mode="")
-
-
-def plot_layers(frame: pd.DataFrame, ax: Axes) -> None:
-    """Time that layers save; CUDA graphs are dashed."""
-    ours = plot_papers(frame, ax)
-    order = ours["series"].map(list(naming.PRECISIONS).index)
-    tokens = ours["tokens"].nunique() > 1
-
-    def look(head: pd.Series) -> tuple[str, dict]:
-        is_graph = head["mode"] == "graph"
-        name = naming.precision(head["series"]) + (f", {head['tokens']:,} tokens" if tokens else "")
-        styled = {"color": color(head["series"]), "ls": DASHED if is_graph else "-"}
-        return name + ", CUDA graph" * is_graph, styled
-
-    ours = ours.assign(order=order).sort_values(["order", "mode", "tokens"])
-    draw_lines(ours, ax, "dim", "value", ["series", "mode", "tokens"], look)
-    size_axis(ax, frame["dim"], "dim")
-    ax.axhline(0, color="black", lw=0.6)
-    ax.set(ylabel="time saved (% of nn.Linear)")
-
-
-CASES = {"high": "ours, 16 bit"}  # of a model: in print, where it is not the precision's
 BASELINES = {  # in print
-    "open_clip": "over open_clip\neager or compiled",
-    "autograd_high": "over our model\nautograd function",
+    "high": "compared with 16 bits, same code",
+    "open_clip": "compared with open_clip",
 }
 
 
+def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
+    """The time saved over each of BASELINES."""
+    frame = bench.end_to_end(lines)
+    return frame[frame["baseline"].isin(BASELINES)]
+
+
 def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
-    """Bars over one baseline: a group for each model, from small to large, a bar for each case."""
+    """Bars over one baseline: a group for each model, from small to large, a bar for each case.
+
+    The paper's range is drawn at ViT-H/14, over the paper's baseline.
+    """
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (naming.rank(pair[0], naming.MODELS), pair[1]))
     cases = [case for case in bench.END_TO_END if case in set(frame["series"])]
@@ -150,12 +101,16 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
         part = frame[frame["series"] == case]
         middles = part["shape"].map(places.index) + (place - (len(cases) - 1) / 2) * width
         look = {"color": color("bf16" if case == "high" else case)}
-        label = CASES.get(case) or naming.precision(case)
+        label = "16 bits, our code" if case == "high" else naming.precision(case)
         drawn = ax.bar(middles, part["value"], width * 0.92, label=label, **look)
-        ax.bar_label(drawn, fmt=lambda value: f"{round(value):d}", fontsize=6, padding=1)  # no -0
+        ax.bar_label(drawn, fmt="%.1f", fontsize=6, padding=1)
+    large = [place for place, (model, _) in enumerate(shapes) if model == "vit_h14"]
+    if large and frame["baseline"].iloc[0] == "high":
+        low, high = paper.END_TO_END
+        ax.fill_between([large[0] - 0.45, large[-1] + 0.45], low, high, color="0.88", lw=0,
+                        zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14, SwitchBack")  # fmt: skip
     ax.set_xticks(range(len(places)), [in_lines(shape, places) for shape in places])
     ax.grid(visible=False, axis="x")
-    ax.axhspan(*paper.END_TO_END, color="0.88", lw=0, zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14")
     ax.axhline(0, color="black", lw=0.6)
     ax.margins(y=0.15)
     ax.set(ylabel="time saved (%)")
@@ -217,37 +172,27 @@ FIGURES = {
     "op_profile": Panels(
         lines="ops",
         table=profile,
-        plots=(plot_operations, partial(plot_totals, label="time saved (% of 16 bit)")),
-        text="Operations of one linear layer, mean of dim to 4 dim and 4 dim to dim. Left: each "
-        "operation. Right: time that SwitchBack's operations save compared to the three 16-bit "
-        f"products (bf16); gray: {PAPERS} on an A100 in fp16. After figure 3, arXiv:2304.13013.",
+        plots=(partial(plot_totals, label="time saved (% of 16 bits)"),),
+        text="Operations of one linear layer, mean of dim to 4 dim and 4 dim to dim: time that "
+        "SwitchBack's operations save compared with the three 16-bit products (bf16); gray: "
+        f"{PAPERS} on an A100 in fp16. After figure 3 (right), arXiv:2304.13013.",
     ),
     "quantize_share": Panels(
         lines="ops",
-        table=lambda lines: with_papers(
-            bench.quantize_shares(lines), paper.QUANTIZE_SHARE, series="int8"
-        ),
-        plots=(partial(plot_totals, label="time in quantize operations (%)", dtype="series"),),
+        table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
+        plots=(partial(plot_totals, label="time in quantize operations (%)"),),
         text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
     ),
-    "switchback_variants_speed": Panels(
-        lines="layer",
-        table=partial(layers, cases=("switchback", "switchback_m", "switchback_q", "llm_int8")),
-        plots=(plot_layers,),
-        text="SwitchBack, SwitchBackM (saves int8 inputs), SwitchBackQ (quantizes weights by row "
-        "and by column) and LLM.int8(): forward and backward of one linear layer, dim to 4 dim and "
-        "4 dim to dim together: time saved compared to nn.Linear in bf16, run in the same way; "
-        f"gray: {PAPERS} for SwitchBack's operations on an A100 in fp16.",
-    ),
     "end_to_end_speed": Panels(
         lines="model",
-        table=bench.end_to_end,
+        table=end_to_end,
         plots=(plot_bars,),
         facet=by("baseline", BASELINES.get),
-        text="Forward and backward of the whole model: time saved; each bar against a baseline of "
-        "the same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s "
-        "in fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
+        text="Forward and backward of the whole model: time saved compared with nn.Linear in bf16 "
+        "in the same code, and with open_clip (eager or compiled, the faster one), timed in the "
+        "same run. Gray: the paper's own range for training ViT-H/14 with SwitchBack on A100s in "
+        "fp16, {:g} to {:g}%. After figure 4 (right), arXiv:2304.13013."
         .format(*paper.END_TO_END),
     ),
     "quantization_variance": Panels(

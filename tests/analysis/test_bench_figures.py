@@ -14,7 +14,6 @@ from analysis.figures import (
     op_profile,
     quantization_variance,
     quantize_share,
-    switchback_variants_speed,
 )
 from analysis.load import NoRunsError
 from tests.analysis.conftest import drawn, write_rows
@@ -22,8 +21,6 @@ from tests.analysis.conftest import drawn, write_rows
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)
 SPEED = {"int8": 1.5, "fp8": 1.8}  # of synthetic products
-LAYERS = {"linear": 1.0, "switchback": 0.8, "switchback_m": 0.85, "switchback_q": 0.9}
-LAYERS["llm_int8"] = 1.1
 
 
 def line(slug, case, ms, device=DEVICE, **more):
@@ -47,16 +44,6 @@ def op_lines(dims=DIMS, tokens=32768, quantize=0.1):
             yield line("ops", "output, torch._int_mm", 1e-9, dtype="int8", **at)
 
 
-def layer_lines(dims=DIMS, cases=LAYERS):
-    for dim in dims:
-        for mode in ("eager", "graph"):
-            for case, share in cases.items():
-                ms = dim**2 * 1e-6 * share + (0.2 if mode == "eager" else 0)
-                at = {"dim": dim, "tokens": 32768, "mode": mode}
-                yield line("layer", case, ms, direction="both", **at)
-                yield line("layer", case, 1e9, direction="up", **at)  # not to be drawn
-
-
 def model_lines():
     times = {"open_clip eager": 100.0, "open_clip": 110.0, "autograd_high": 90.0, "high": 80.0}
     for model in ("vit_h14", "vit_b32"):
@@ -70,17 +57,14 @@ def write(root, slug, lines, name="20260101-000000"):
     return root
 
 
-def ours(frame, **columns):
-    """The measured rows, of these values of columns."""
-    frame = frame[frame["source"] != paper.SOURCE]
-    for column, value in columns.items():
-        frame = frame[frame[column] == value]
-    return frame
+def ours(frame):
+    """The measured rows."""
+    return frame[frame["source"] != paper.SOURCE]
 
 
 def test_saved_time_and_quantize_share_cover_all_operations(tmp_path):
     lines = load_lines(write(tmp_path, "ops", op_lines()), "ops")
-    saved = ours(op_profile.query(lines), panel="saved").set_index(["dtype", "dim"])["value"]
+    saved = ours(op_profile.query(lines)).set_index(["series", "dim"])["value"]
     share = ours(quantize_share.query(lines)).set_index(["series", "dim"])["value"]
     for dtype, speed in SPEED.items():
         for dim in DIMS:
@@ -99,10 +83,11 @@ def test_dim_of_a_newer_file_replaces_the_older_whole(tmp_path):
 
 
 def test_times_of_two_files_are_never_divided_by_each_other(tmp_path):
-    write(tmp_path, "layer", layer_lines(cases={"linear": 1.0}), "20260101-000000")
-    write(tmp_path, "layer", layer_lines(cases={"switchback": 0.5}), "20260102-000000")
-    with pytest.raises(NoRunsError, match="switchback or switchback_m"):
-        switchback_variants_speed.query(load_lines(tmp_path, "layer"))
+    at = {"shape": "vit_h14 batch 256"}
+    write(tmp_path, "model", [line("model", "high", 80.0, **at)], "20260101-000000")
+    write(tmp_path, "model", [line("model", "switchback", 40.0, **at)], "20260102-000000")
+    with pytest.raises(NoRunsError, match="no line of high, switchback"):
+        end_to_end_speed.query(load_lines(tmp_path, "model"))
 
 
 def test_lines_of_two_devices_are_refused_by_name(tmp_path):
@@ -114,30 +99,20 @@ def test_lines_of_two_devices_are_refused_by_name(tmp_path):
 def test_incomplete_dim_is_left_out(tmp_path):
     lines = [row for row in op_lines() if not (row["dim"] == 768 and row["case"] == "quantize_g")]
     frame = op_profile.query(load_lines(write(tmp_path, "ops", lines), "ops"))
-    assert set(ours(frame, panel="saved")["dim"]) == {1280, 4096}
+    assert set(ours(frame)["dim"]) == {1280, 4096}
 
 
-def test_layer_is_compared_with_linear_in_the_same_mode(tmp_path):
-    lines = load_lines(write(tmp_path, "layer", layer_lines()), "layer")
-    frame = ours(switchback_variants_speed.query(lines)).set_index(["series", "mode", "dim"])
-    assert frame.loc[("switchback_m", "graph", 1280), "value"] == pytest.approx(15)
-    base = 1280**2 * 1e-6
-    eager = 100 * 0.15 * base / (base + 0.2)
-    assert frame.loc[("switchback_m", "eager", 1280), "value"] == pytest.approx(eager)
-    assert set(frame.reset_index()["series"]) == {
-        "switchback",
-        "switchback_m",
-        "switchback_q",
-        "llm_int8",
-    }
-
-
-def test_model_is_compared_with_the_faster_open_clip_and_algorithm_5_of_its_shape(tmp_path):
+def test_model_is_compared_with_the_faster_open_clip_and_16_bits_of_its_shape(tmp_path):
     frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", model_lines()), "model"))
     value = frame.set_index(["model", "baseline", "series"])["value"]
     assert value["vit_h14", "open_clip", "switchback"] == pytest.approx(28)
-    assert value["vit_b32", "autograd_high", "switchback"] == pytest.approx(20)
+    assert value["vit_h14", "high", "switchback"] == pytest.approx(10)
     assert set(frame["series"]) == {"high", "switchback", "llm_int8"}
+    left, right = drawn(end_to_end_speed, frame)
+    assert left.get_title() == "compared with 16 bits, same code"
+    assert len(left.patches) == 4 and len(right.patches) == 6  # 16 bits have no bar over themselves
+    [papers] = left.collections
+    assert papers.get_paths()[0].get_extents().intervalx.tolist() == [0.55, 1.45]  # at ViT-H/14
     assert set(frame["shape"]) == {"vit_h14 batch 256", "vit_b32 batch 256"}
 
 

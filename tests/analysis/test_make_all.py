@@ -19,7 +19,6 @@ from lowprec.runs.read import encode_row
 from tests.analysis.conftest import write_rows
 from tests.analysis.test_bench_figures import (
     DEVICE,
-    layer_lines,
     line,
     model_lines,
     op_lines,
@@ -96,7 +95,6 @@ def tables(rank, first=10):
 def lines():
     """Benchmark lines of every slug whose times follow from the sizes."""
     yield from op_lines(DIMS)
-    yield from layer_lines(DIMS)
     yield from model_lines()
     for case, ms in (("high", 30.0), ("switchback", 20.0)):
         facts = {"image_size": 32, "patch_dropout": 0.0, "compiled": False, "optimizer": "adamw"}
