@@ -22,7 +22,7 @@ from lowprec.nn.attention import Attention
 from lowprec.nn.linear import compute_dtype
 from lowprec.nn.mlp import unfuse
 from lowprec.nn.recipe import LINEAR_LAYERS
-from lowprec.nn.replace import apply_recipe, is_plain, replace_attention
+from lowprec.nn.replace import Where, apply_recipe, is_plain, replace_attention
 from lowprec.ops import reference
 
 
@@ -107,7 +107,7 @@ def _store_int8(module: nn.Module, name: str) -> None:
     module.register_buffer("original", weight.new_empty(0), persistent=False)
 
 
-def to_int8(model: nn.Module, where: Sequence[str] = LINEAR_LAYERS) -> nn.Module:
+def to_int8(model: nn.Module, where: Where = LINEAR_LAYERS) -> nn.Module:
     """Converts the linear layers that match `where`, in place; returns the model.
 
     See `apply_recipe` for the patterns and errors.

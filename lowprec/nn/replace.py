@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -26,6 +26,9 @@ PLAIN = (  # nn.MultiheadAttention's out_proj has the second type
 )
 
 
+Where = Sequence[str] | Callable[[nn.Module, str], bool]
+
+
 class NoLayerError(ValueError):
     """No linear layer matches the patterns."""
 
@@ -33,7 +36,7 @@ class NoLayerError(ValueError):
 def apply_recipe(
     model: nn.Module,
     recipe: str | Recipe,
-    where: Sequence[str] = LINEAR_LAYERS,
+    where: Where = LINEAR_LAYERS,
     *,
     inputs: tuple | None = None,
     backend: str = "auto",
@@ -44,16 +47,18 @@ def apply_recipe(
 
     The self-attention of open_clip's blocks becomes `Attention` under every recipe, including
     "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention is left
-    alone. Parameters keep their names and order, modules keep their hooks, and another recipe can
-    be applied later. A layer whose owner reads its weight without calling it stays as it is. A
-    forward on `inputs` finds such layers; without `inputs`, the next forward warns about them.
+    alone. All other layers become nn.Linear again under "high". Parameters keep their names and
+    order, modules keep their hooks, and another recipe can be applied later. A layer whose owner
+    reads its weight without calling it stays as it is. A forward on `inputs` finds such layers;
+    without `inputs`, the next forward warns about them.
 
     Args:
         model: a module that contains the layers.
         recipe: a name in `lowprec.nn.recipe.RECIPES`, or a Recipe.
         where: one or several fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
-            see ALIASES.
+            see ALIASES. Or a function of a layer's module and name, which says whether it is meant,
+            as torchao's filters; the module of "in_proj" is the attention.
         inputs: arguments of a small forward, which finds layers that are never called.
         backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold.
         outlier_threshold: for recipes with native products.
@@ -92,7 +97,7 @@ def apply_recipe(
 def prepare_for_training(
     model: nn.Module,
     recipe: str | Recipe = "switchback",
-    where: Sequence[str] = LINEAR_LAYERS,
+    where: Where = LINEAR_LAYERS,
     *,
     inputs: tuple | None = None,
     compile: bool = True,
@@ -112,7 +117,7 @@ def prepare_for_training(
     Args:
         model: the model, such as `open_clip.create_model(...)`.
         recipe: as for `apply_recipe`; "high" keeps all layers 16-bit.
-        where: patterns for layers.
+        where: patterns for layers, or a function, as for `apply_recipe`.
         inputs: arguments for a small forward pass, which detects layers that are never called
             although their weight is read.
         compile: whether blocks run under torch.compile. The first forward compiles them.
@@ -149,10 +154,11 @@ def _set_settings(module: nn.Module, settings: Settings | None) -> None:
             module.__class__ = LowPrecisionLinear  # keeps parameters, hooks and mode
         module.settings = settings
     elif isinstance(module, LowPrecisionLinear):
-        module.set_recipe("high")
+        module.__class__ = nn.Linear
+        del module.settings
 
 
-def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
+def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
     """Maps each layer that matches to the name of the module that holds its weight."""
     where, layers = [where] if isinstance(where, str) else where, {}
     for name, module in model.named_modules():
@@ -162,12 +168,21 @@ def _find_layers(model: nn.Module, where: Sequence[str]) -> dict[str, str]:
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
-    matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
-    idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
-    if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
-        raise NoLayerError(
-            f"no linear layer matches {', '.join(idle) or '[]'}; {_suggest(model, layers, idle)}"
+    idle: list[str] = []
+    if callable(where):
+        is_meant = {
+            layer: where(model.get_submodule(name), layer) for layer, name in layers.items()
+        }
+        matching, meant = (
+            {layer: layers[layer] for layer in layers if is_meant[layer]},
+            "the filter",
         )
+    else:
+        matching = {layer: name for layer, name in layers.items() if matches(layer, where)}
+        idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
+        meant = ", ".join(idle) or "[]"
+    if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
+        raise NoLayerError(f"no linear layer matches {meant}; {_suggest(model, layers, idle)}")
     for layer, name in matching.items():
         if fault := _fault(model.get_submodule(name), layer):
             raise ValueError(fault)

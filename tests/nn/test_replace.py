@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 from lowprec.clip import open_clip
-from lowprec.nn import SwitchBackLinear, apply_recipe
+from lowprec.nn import SwitchBackLinear, apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import RECIPES, gains_speed
@@ -61,6 +61,40 @@ def test_mlp_computes_only_requested_gradients(requested):
 def test_pattern_matches_a_name_or_its_end(where, expected):
     layers = apply_recipe(block(), "switchback", where)
     assert [layer.name.rsplit(".", 1)[1] for layer in layers] == expected
+
+
+def test_a_filter_of_module_and_name_chooses_layers():
+    model, seen = block(), {}
+
+    def is_meant(module, name):
+        seen[name] = type(module)
+        return isinstance(module, nn.MultiheadAttention) or module.out_features == 256
+
+    layers = apply_recipe(model, "switchback", is_meant)
+    assert [layer.name for layer in layers] == ["block.attn.in_proj", "block.mlp.c_fc"]
+    assert len(seen) == 4 and seen["block.attn.in_proj"] is nn.MultiheadAttention
+    with pytest.raises(NoLayerError, match="^no linear layer matches the filter; the model has: "):
+        apply_recipe(model, "switchback", lambda module, name: False)
+    prepared = prepare_for_training(
+        model, "high", lambda module, name: "mlp" in name, compile=False
+    )
+    assert [layer.name for layer in prepared] == ["block.mlp.c_fc", "block.mlp.c_proj"]
+    assert model.block.attn.in_proj_settings is not None
+
+
+def test_high_makes_layers_linear_again():
+    model, x = block(), torch.randn(2, 5, 64)
+    apply_recipe(model, "high")
+    expected, before = model(x), [(type(m), set(vars(m))) for m in model.modules()]
+    model.block.mlp.c_proj.__class__ = SwitchBackLinear
+    model.block.mlp.c_proj.set_recipe("switchback_m")
+    apply_recipe(model, "switchback")
+    assert not torch.equal(model(x), expected)
+    apply_recipe(model, "high")
+    after = [(type(m), set(vars(m))) for m in model.modules()]
+    plain = [(nn.Linear, names) if issubclass(k, nn.Linear) else (k, names) for k, names in before]
+    assert torch.equal(model(x), expected) and after == plain
+    assert type(model.block.attn.out_proj) is nn.Linear
 
 
 def test_skip_slow_keeps_slow_shapes_in_16_bit():

@@ -144,7 +144,7 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
     limit = torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
     with limit:
         run_once(config, tmp_path / "compiled", at=watch)
-    assert FakeGraph.captured == [{"switchback"}, {"high"}]
+    assert FakeGraph.captured == [{"switchback"}, set()]  # nn.Linear again
     assert 0 < frames[0] < counter.frame_count == 2 * frames[0]
     config.compile = False
     run_once(config, tmp_path / "eager")
