@@ -10,10 +10,12 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels run on the CPU
 
+import fcntl  # noqa: E402
 import importlib.util  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
 import runpy  # noqa: E402
+import shutil  # noqa: E402
 import sys  # noqa: E402
 import tarfile  # noqa: E402
 import traceback  # noqa: E402
@@ -88,6 +90,26 @@ def squares(tmp_path_factory) -> Path:
     (folder / "classnames.txt").write_text("\n".join(COLORS))
     (folder / "templates.txt").write_text("a {} square\nthe {} square\n")
     return folder
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, fill)`: a folder that `fill(folder)` fills once for all workers of xdist."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder_of(name, fill):
+        folder, done = base / name, base / f"{name}.done"
+        with open(base / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+                folder.mkdir()
+                fill(folder)
+                done.touch()
+        return folder
+
+    return folder_of
 
 
 @pytest.fixture

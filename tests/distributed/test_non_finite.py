@@ -1,5 +1,7 @@
 """What is not finite in one rank alone is skipped, or ends the run, in all as in one process."""
 
+import functools
+
 import pytest
 
 from lowprec.runs.read import find_runs, read_rows, read_status, scan_rows
@@ -23,31 +25,34 @@ KINDS = {  # case: how it runs; fsdp2 refuses the dynamic scaler
 
 
 @pytest.fixture(scope="module")
-def runs(ranks, make):
+def runs(ranks, make, once):
     """The run of each case by kind: `none` of one process, the others of two."""
-    run_of = {}
+    folder = once("not_finite", functools.partial(train_all, ranks, make))
+    return {
+        (case, kind): find_runs(folder / "_".join([*case, kind]))[0]
+        for case in CASES
+        for kind in KINDS[case]
+    }
+
+
+def train_all(ranks, make, folder):
     for size in (1, 2):
-        orders = [
-            (case, kind)
-            for case in CASES
-            for kind in KINDS[case]
-            if (kind == "none") == (size == 1)
-        ]
-        configs = []
-        for (name, scaler), kind in orders:
-            changes = {"precision.autocast": AUTOCAST[scaler], "scaler.name": scaler}
-            # the default scale overflows float16 here, in two ranks in more tensors than in one
-            changes |= {"scaler.init_scale": 256.0} if scaler != "none" else {}
-            changes |= {"scaler.max_skips": 2} if name == "often" else {}
-            changes |= CLIPPED if name == "clipped" else {}
-            changes |= {"distributed.name": kind, "name": f"{name}_{scaler}_{kind}"}
-            configs.append(make({**changes, "optimizer.lr": 1e-3, "num_steps": 4}))
-        spoils = [SPOILS.get(name, {}) for (name, _), _ in orders]
+        configs, spoils = [], []
+        for name, scaler in CASES:
+            for kind in KINDS[name, scaler]:
+                if (kind == "none") != (size == 1):
+                    continue
+                changes = {"precision.autocast": AUTOCAST[scaler], "scaler.name": scaler}
+                # the default scale overflows float16 here, in two ranks in more tensors than in one
+                changes |= {"scaler.init_scale": 256.0} if scaler != "none" else {}
+                changes |= {"scaler.max_skips": 2} if name == "often" else {}
+                changes |= CLIPPED if name == "clipped" else {}
+                changes |= {"distributed.name": kind, "name": f"{name}_{scaler}_{kind}"}
+                changes |= {"optimizer.lr": 1e-3, "num_steps": 4, "run_dir": str(folder)}
+                configs.append(make(changes))
+                spoils.append(SPOILS.get(name, {}))
         answer = ranks("train", size, configs=configs, spoils=spoils)
         assert answer["codes"] == [0] * size, answer["logs"]
-        for order, config in zip(orders, configs, strict=True):
-            [run_of[order]] = find_runs(f"{config['run_dir']}/{config['name']}")
-    return run_of
 
 
 @pytest.mark.parametrize(

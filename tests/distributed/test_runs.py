@@ -1,5 +1,6 @@
 """The record of several processes is that of one, through resumes in other numbers of them."""
 
+import functools
 import json
 
 import numpy as np
@@ -38,15 +39,20 @@ STOCHASTIC = {
 
 
 @pytest.fixture(scope="module")
-def finished(ranks, make):
+def finished(ranks, make, once):
     """Runs by name: of one process; of two; of two, then one, then two, from the same directory.
 
     And runs begun from the ends of those, of two processes of the other kind.
     """
-    kinds, folder = ("ddp", "fsdp2"), make()["run_dir"]
+    folder = once("of_ranks", functools.partial(train_all, ranks, make))
+    return {path.parent.name: path for path in find_runs(folder)}
+
+
+def train_all(ranks, make, folder):
+    kinds = ("ddp", "fsdp2")
 
     def config_of(name, kind, steps, changes=None):
-        keys = {"distributed.name": kind, "name": name, "num_steps": steps}
+        keys = {"distributed.name": kind, "name": name, "num_steps": steps, "run_dir": str(folder)}
         return make({**RECORDED, **keys, **(changes or {})})
 
     def quiet(name, kind, steps, changes=None):
@@ -82,7 +88,6 @@ def finished(ranks, make):
     branches = [begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")]
     train(2, [stochastic("parts", 4), *changing(6), *branches])
     train(1, [begun("none", "one")])
-    return {path.parent.name: path for path in find_runs(folder)}
 
 
 def assert_close_records(a, b):
