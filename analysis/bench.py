@@ -25,12 +25,18 @@ MAKERS = {"quantization_variance": "quant_error"}
 
 
 def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
-    """Returns the lines of a benchmark that a figure shows; see `read_lines`.
+    """A row per line of a benchmark in `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`.
 
-    `ms` is NaN for a case that was skipped or wrong.
+    `file` is the line's file; `ms` is NaN for a case that was skipped or wrong.
     Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
     """
-    frame = read_lines(root, slug)
+    folders = as_path(root) / slug, as_path(root) / "bench" / slug
+    files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
+    try:
+        rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
+    except ValueError as error:
+        raise NoRunsError(str(error)) from error
+    frame = pd.DataFrame(rows)
     if frame.empty:
         raise NoRunsError(
             f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
@@ -43,20 +49,6 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
             "device: move the files of each into a folder of its own"
         )
     return frame.assign(ms=pd.to_numeric(frame["ms"]))
-
-
-def read_lines(root: Path | str, slug: str) -> pd.DataFrame:
-    """Returns a row per line of `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`, or none.
-
-    `file` is the line's file. Raises NoRunsError if a file is damaged.
-    """
-    folders = as_path(root) / slug, as_path(root) / "bench" / slug
-    files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
-    try:
-        rows = [{**row, "file": str(file)} for file in files for row in read_rows(file)]
-    except ValueError as error:
-        raise NoRunsError(str(error)) from error
-    return pd.DataFrame(rows)
 
 
 def newest(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
