@@ -52,10 +52,11 @@ def server():
 
 @pytest.fixture(scope="module")
 def ranks(server, tmp_path_factory):
-    """Runs a job in so many ranks; its folder, exit codes, seconds and logs."""
+    """Runs a job in so many ranks, in a new folder; it, their exit codes, seconds and logs."""
 
-    def run(job, size, **order):
-        folder = tmp_path_factory.mktemp(job)
+    def run(job, size, *, folder=None, **order):
+        folder = folder or tmp_path_factory.mktemp(job)
+        folder.mkdir(exist_ok=True)
         return server(job, size, folder, **order) | {"folder": folder}
 
     return run

@@ -1,5 +1,6 @@
 """Ranks share an evaluation, and all of them find what one process does."""
 
+import functools
 import json
 
 import pytest
@@ -7,24 +8,32 @@ import pytest
 BATCH = 5  # of the 24 validation samples: five batches, the last of four
 
 
+SIZES = (1, 3)
+KINDS = ("ddp", "fsdp2")
+
+
 @pytest.fixture(scope="module")
-def results(ranks, make):
+def results(ranks, make, once):
     """By kind and number of ranks: the scores of each rank and what they follow from."""
-    results = {}
-    kinds = {
-        kind: {"distributed.name": kind, "evaluation.name": "both"} for kind in ("ddp", "fsdp2")
+    folder = once("evaluations", functools.partial(evaluate_all, ranks, make))
+    files = {
+        (kind, size): [folder / str(size) / f"{kind}.{rank}.json" for rank in range(size)]
+        for kind in KINDS
+        for size in SIZES
     }
-    configs = {kind: make(changes) for kind, changes in kinds.items()}
-    for size in (1, 3):
-        answer = ranks("evaluation", size, configs=configs, batch=BATCH)
+    return {key: [json.loads(path.read_text()) for path in paths] for key, paths in files.items()}
+
+
+def evaluate_all(ranks, make, folder):
+    both = {"evaluation.name": "both"}
+    configs = {kind: make({"distributed.name": kind, **both}) for kind in KINDS}
+    for size in SIZES:
+        where = folder / str(size)
+        answer = ranks("evaluation", size, folder=where, configs=configs, batch=BATCH)
         assert answer["codes"] == [0] * size, answer["logs"]
-        for kind in configs:
-            files = [answer["folder"] / f"{kind}.{rank}.json" for rank in range(size)]
-            results[kind, size] = [json.loads(file.read_text()) for file in files]
-    return results
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_rank_scores_what_one_process_does_to_the_last_digit(results, kind):
     [one] = results["ddp", 1]
     assert len(one["scores"]) == 9
@@ -33,7 +42,7 @@ def test_every_rank_scores_what_one_process_does_to_the_last_digit(results, kind
         assert own["digests"] == one["digests"]  # of features, classes and captions, bit for bit
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_encodes_its_share_as_often_as_the_others(results, kind):
     assert [own["encoded"] for own in results[kind, 1]] == [[5, 5, 5, 5, 4]]
     assert [own["encoded"] for own in results[kind, 3]] == [[5, 5], [5, 4], [5, 1]]

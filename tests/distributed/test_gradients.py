@@ -1,5 +1,7 @@
 """Loss and gradients do not depend on how many processes, or parts, compute them."""
 
+import functools
+
 import pytest
 import torch
 
@@ -34,9 +36,19 @@ TRIALS += [(name, 4) for name in ("dropout", "fsdp2 parts dropout")]
 
 
 @pytest.fixture(scope="module")
-def saved(ranks, make):
-    """By number of ranks: what the first of them found for each case, the others the same."""
-    results = {}
+def saved(ranks, make, once):
+    """By case and number of ranks: what the first of them found, and the others the same."""
+    folder, results = once("gradients", functools.partial(compute_all, ranks, make)), {}
+    for name, size in TRIALS:
+        files = [folder / str(size) / f"{name}.{rank}.pt" for rank in range(size)]
+        results[name, size], *others = map(torch.load, files)
+        for other in others:
+            for key, value in results[name, size].items():
+                assert torch.equal(value, other[key]), (name, key)
+    return results
+
+
+def compute_all(ranks, make, folder):
     for size in (1, 2, 4):
         configs = {}
         for name, changes in CASES.items():
@@ -45,15 +57,8 @@ def saved(ranks, make):
             kind = {"distributed.name": "fsdp2" if name.startswith("fsdp2") else "ddp"}
             kind |= {"distributed.local_loss": False} if name == "whole loss" else {}
             configs[name] = make({"model.vision_layers": 2, **changes, **kind})
-        answer = ranks("gradients", size, configs=configs)
+        answer = ranks("gradients", size, folder=folder / str(size), configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
-        for name in configs:
-            by_rank = [torch.load(answer["folder"] / f"{name}.{rank}.pt") for rank in range(size)]
-            for other in by_rank[1:]:
-                for key, value in by_rank[0].items():
-                    assert torch.equal(value, other[key]), (name, key)
-            results[name, size] = by_rank[0]
-    return results
 
 
 @pytest.mark.parametrize(("name", "size"), TRIALS)
