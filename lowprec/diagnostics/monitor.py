@@ -65,8 +65,8 @@ def watch(
             of them must watch. None: each process records its own.
 
     Raises:
-        ValueError: at a step, if the optimizer has no such state, uses amsgrad, or has got further
-            parameters since.
+        ValueError: an unknown protocol, or parameters on several devices; at a step, an optimizer
+            that has no such state, uses amsgrad, or has got further parameters since.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -97,6 +97,8 @@ class Monitor:
         named = {p: name.replace("_orig_mod.", "") for name, p in _inside(model).named_parameters()}
         self.names = [named.get(p, f"parameter {i}") for i, p in enumerate(params)]
         self.device = params[0].device
+        if any(p.device != self.device for p in params):
+            raise ValueError("the optimizer's parameters must be on one device")
         if not isinstance(protocol, Protocol) and protocol not in PROTOCOLS:
             allowed = f"a Protocol or one of {', '.join(PROTOCOLS)}"
             raise ValueError(f"protocol={protocol!r}: must be {allowed}")
@@ -112,7 +114,8 @@ class Monitor:
         self._lrs: list[Tensor | float] = []
         self._largest_lr = 0.0
         self._addresses = AddressTables()
-        self._handle = optimizer.register_step_post_hook(self._after_step)
+        hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
+        self._handle = optimizer.register_step_post_hook(hook)
 
     def loss(self, loss: Tensor | float) -> None:
         """Gives the next step its loss; several calls, as in gradient accumulation, are averaged.
@@ -301,7 +304,7 @@ class Monitor:
         thresholds = asdict(self.protocol)
         del thresholds["max_lead"]
         config = {
-            **{"name": name, "experiment": None, "scale": "mini", "num_steps": self.step},
+            **{"name": name, "experiment": None, "scale": "mini", "num_steps": max(self.step, 1)},
             **{"log_every": self._buffer.capacity, "model.name": self.model_name},
             **{"precision.autocast": "unknown", "precision.recipe": "high"},
             "optimizer.name": NAMES.get(kind, kind.lower()),

@@ -240,7 +240,27 @@ def test_a_wrapped_optimizer_and_model_are_looked_into():
     assert monitor.step == 1 and monitor.names[0] == "0.0.weight"
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_compiled_step_is_watched():
+    rows = []
+    for compiled in (False, True):
+        model, optimizer = make(lr=torch.tensor(1e-2))
+        monitor = watch(model, optimizer)
+        step = torch.compile(lambda o=optimizer: o.step(), backend="eager")
+        for n in (1, 2, 3):
+            model.zero_grad()
+            loss_of(model, n).backward()
+            step() if compiled else optimizer.step()
+        rows.append(monitor.rows())
+    for eager, row in zip(*rows, strict=True):
+        assert row == pytest.approx(eager, rel=1e-3, nan_ok=True)  # the step rounds otherwise
+
+
 def test_what_cannot_be_watched_is_refused():
+    model, _ = make()
+    halves = [*model.parameters(), nn.Parameter(torch.zeros(2, device="meta"))]
+    with pytest.raises(ValueError, match="one device"):
+        watch(model, torch.optim.AdamW(halves))
     model, optimizer = make(amsgrad=True)
     loss_of(model, 1).backward()
     watch(model, optimizer)
