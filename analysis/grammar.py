@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis import comparison, measures, naming, panels, paper, style
+from analysis import bench, comparison, measures, naming, panels, style
 from analysis.load import EXPERIMENTS, Runs
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
@@ -348,5 +348,4 @@ class Panels(Figure):
         text = self.text if isinstance(self.text, str) else self.text(frame)
         if not self.lines:
             return text + measures.caption_end(frame, crosses=False)
-        devices = set(frame.get("source", ())) - {paper.SOURCE}
-        return text + (f" Measured on {naming.join(sorted(devices))}." if devices else "")
+        return text + (f" Measured on {bench.devices(frame)}." if "source" in frame else "")
