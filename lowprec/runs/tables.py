@@ -1,11 +1,11 @@
 """Reads tables of statistics: the Arrow streams of a run's attempts, and its parquet files.
 
 The files may come from someone else: types and sizes are checked before values are read, so that
-damaged data cannot crash the process and a small file cannot unpack to a large table. A page of a
-parquet file that unpacks to more than the footer says may take 2 GiB for a moment.
+damaged data cannot crash the process and a small file cannot unpack to a large table.
 """
 
 import contextlib
+import io
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,7 +89,10 @@ def read_parquet(path: Path, select: Callable[[str], bool]) -> tuple[pa.Table, l
         schema, footer, most = file.schema_arrow, file.metadata, ROOM + UNPACKED * source.size()
         _refuse_columns(schema, pa.types.is_floating)
         numbers = [n for n, name in enumerate(schema.names) if name == "step" or select(name)]
-        if (unpacked := 8 * footer.num_rows * len(numbers)) > most:
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        pages = [_largest_page(source, group.column(n)) for group in groups for n in numbers]
+        unpacked = max([8 * footer.num_rows * len(numbers), *pages])
+        if unpacked > most:
             raise ValueError(f"{path} has {source.size():,} bytes, which unpack to {unpacked:,}")
         table = file.read(columns=[schema.names[n] for n in numbers], use_threads=False)
     return table, [name for name in schema.names if name != "step"]
@@ -141,3 +144,56 @@ def _is_compressed(message: pa.Buffer) -> bool:
 
     header = place_of(struct.unpack_from("<I", message)[0], 2)
     return bool(place_of(header + struct.unpack_from("<I", message, header)[0], 3))
+
+
+def _largest_page(source: pa.NativeFile, chunk: pa.parquet.ColumnChunkMetaData) -> int:
+    """Bytes of the largest page of a column's chunk after decompression, as page headers say.
+
+    The footer's sizes are of the whole chunk, and pyarrow does not compare them with the pages'.
+    """
+    start, largest = chunk.data_page_offset, 0
+    if chunk.has_dictionary_page:
+        start = min(start, chunk.dictionary_page_offset)
+    size = min(chunk.total_compressed_size, source.size() - start)
+    data = io.BytesIO(source.read_at(size, start))
+    while data.tell() < size:
+        header = _read_struct(data)
+        unpacked, packed = header[2], header[3]
+        if packed < 0:
+            raise ValueError(f"a page of {packed} bytes")
+        largest = max(largest, unpacked)
+        data.seek(packed, io.SEEK_CUR)
+    return largest
+
+
+def _read_struct(data: io.BytesIO) -> dict[int, object]:
+    """The fields of a page's header by number, in Thrift's compact protocol; none is a list."""
+    fields: dict[int, object] = {}
+    number = 0
+    while head := data.read(1)[0]:
+        number = number + (head >> 4) if head >> 4 else _read_integer(data)
+        kind = head & 15
+        if kind in (1, 2):  # true and false
+            fields[number] = kind == 1
+        elif kind in (4, 5, 6):
+            fields[number] = _read_integer(data)
+        elif kind == 8:  # its length has no sign
+            fields[number] = data.read(_read_varint(data))
+        elif kind == 12:
+            fields[number] = _read_struct(data)
+        else:
+            raise ValueError(f"a field of kind {kind}")
+    return fields
+
+
+def _read_integer(data: io.BytesIO) -> int:
+    value = _read_varint(data)
+    return value >> 1 ^ -(value & 1)
+
+
+def _read_varint(data: io.BytesIO) -> int:
+    value, shift = 0, 0
+    while (byte := data.read(1)[0]) >= 128:
+        value += (byte - 128) << shift
+        shift += 7
+    return value + (byte << shift)

@@ -290,6 +290,35 @@ def repeated_values(run):
     write_table(run, same)
 
 
+def varint(number):
+    more = number >> 7
+    return bytes([number & 127 | (128 if more else 0)]) + (varint(more) if more else b"")
+
+
+def lying_page(run, unpacked=600_000_000):
+    """20,000 steps in a page that unpacks to 600 MB, of which 160 kB are its values."""
+    count, path = 20_000, run / "tensors.parquet"
+    fields = [pa.field("step", pa.int64(), False), pa.field("rms/a", pa.float32(), False)]
+    noise = np.random.default_rng(0).integers(2**60, size=count)  # of more than the page's size
+    table = pa.table([noise, np.ones(count, np.float32)], pa.schema(fields))
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    shutil.rmtree(run / "tensors")
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    packed = pa.Codec("zstd").compress(bytes(unpacked), asbytes=True)
+
+    def head(size):
+        def numbers(*values):
+            return b"".join(b"\x15" + varint(2 * value) for value in values)
+
+        return numbers(0, unpacked, size) + b"\x2c" + numbers(count, 0, 3, 3) + bytes(2)
+
+    size = chunk.total_compressed_size - len(head(2**16))
+    rest = size - len(packed) - 8  # in a frame that is skipped
+    packed += (0x184D2A50).to_bytes(4, "little") + rest.to_bytes(4, "little") + bytes(rest)
+    data, start = path.read_bytes(), chunk.data_page_offset
+    path.write_bytes(data[:start] + head(size) + packed + data[start + len(head(size)) + size :])
+
+
 PEAK = """
 import re, sys, warnings
 from pathlib import Path
@@ -308,7 +337,7 @@ print((peak() - before) // 1024)
 """
 
 
-@pytest.mark.parametrize("bomb", [compressed_stream, repeated_values])
+@pytest.mark.parametrize("bomb", [compressed_stream, repeated_values, lying_page])
 def test_a_small_file_that_unpacks_to_much_is_refused(make_run, bomb):
     run = make_run(num_steps=STEPS)
     bomb(run)

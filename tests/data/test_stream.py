@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import webdataset
 
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
@@ -344,13 +345,14 @@ def memory_of(action):
     ("kind", "reason"),
     [
         ("txt", "more than 8,192"),
-        ("png", "more than 262,144"),
+        ("png", "more than 524,288"),
         ("cls", None),
         ("json", None),
     ],
 )
 def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch, kind, reason):
-    monkeypatch.setattr(loader, "LARGEST_IMAGE", 2**18)
+    monkeypatch.setattr(loader, "LARGEST_IMAGE", 2**19)
+    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 2**21)
     bomb = put_file("a.tar.gz", range(60), {n: {kind: bytes(2**20)} for n in range(59)})
     assert Path(bomb).stat().st_size < 2**18
     batches = []
@@ -358,6 +360,20 @@ def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch
     assert peak < 3 * 2**24, f"{peak:,} bytes"
     assert len(batches[0].images) == 1
     assert all(reason and reason in skip["reason"] for skip in batches[0].skips)
+
+
+def test_shuffling_is_that_of_webdataset_unless_the_samples_are_large(monkeypatch):
+    for count in (0, 1, 99, 100, 101, 1500):
+        samples = [{"__key__": str(n), "png": bytes(10)} for n in range(count)]
+        expected = list(webdataset.shuffle(1000, rng=random.Random(count))(iter(samples)))
+        rng = random.Random(count)
+        assert list(lowprec.data.stream.shuffled(iter(samples), rng)) == expected
+    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 200)
+    after_each = []
+    source = (after_each.append(n) or sample for n, sample in enumerate(samples))
+    for number, _ in enumerate(lowprec.data.stream.shuffled(source, random.Random(0)), 1):
+        assert len(after_each) - number <= 21
+    assert number == 1500
 
 
 def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
