@@ -104,7 +104,8 @@ def test_a_prepared_model_equals_apply_recipes(name, graphs):
             torch.testing.assert_close(result, expected[key], rtol=1e-3, atol=1e-4, msg=key)
 
 
-OTHER_NAMES = "mlp.w0 mlp.w1 mlp.w2 mlp.gate_proj mlp.up_proj mlp.down_proj"  # of ViTamin, LLMs
+# of ViTamin, LLMs
+OTHER_NAMES = "mlp.w0 mlp.w1 mlp.w2 mlp.gate_proj mlp.up_proj mlp.down_proj self_attn.o_proj"
 
 
 def test_names_of_layers_that_no_model_here_has():
