@@ -118,7 +118,6 @@ class Axis:
         label: of the axis, or a function of the frame.
         names: the values in order, which stand at equal distances, with their names; else numbers.
         log: whether the axis is logarithmic; None if the values need it.
-        apart: the least distance of hues, which are moved where they are closer.
         reference: where a line is drawn; values up to `equal` from it have a gray band.
     """
 
@@ -126,7 +125,6 @@ class Axis:
     label: str | Callable[[pd.DataFrame], str]
     names: Callable[[pd.DataFrame], dict] | None = None
     log: bool | None = False
-    apart: float = 0.0
     reference: float | None = None
     equal: float = 0.0
 
@@ -174,6 +172,7 @@ class Lines(Figure):
         hue: what the colors tell.
         facet: config key with a panel for each value; `label`: a panel for each label; "": one.
         split: divides a panel again, such as by family.
+        smooth: whether the median is a centered box average (`style.smooth`).
         band: config key, besides the seed, in which runs of one label may differ; a band from the
             smallest to the largest takes the place of their lines.
         text: sentences of the caption, in which {methods} are those of the runs.
@@ -183,6 +182,7 @@ class Lines(Figure):
     hue: Hue = Hue()
     facet: str = "model.name"
     split: Facet = in_one_panel
+    smooth: bool = False
     band: str = ""
     text: str = ""
 
@@ -229,7 +229,7 @@ class Lines(Figure):
         parts = self.parts(frame)
         axes = panels.grid(canvas, len(parts))
         for (title, part), ax in zip(parts, axes, strict=True):
-            self.plot(part, ax)
+            self.plot(part, ax, frame)
             ax.set_title(title)
         panels.share_limits(axes)
         panels.label_outer(axes)
@@ -240,12 +240,13 @@ class Lines(Figure):
         """Whether all runs have one value of what colors tell, which the caption gives."""
         return bool(self.hue.name) and frame["label"].nunique() == 1
 
-    def plot(self, frame: pd.DataFrame, ax: Axes) -> None:
-        """One panel."""
+    def plot(self, frame: pd.DataFrame, ax: Axes, whole: pd.DataFrame) -> None:
+        """One panel, with the loss axis of the whole figure."""
         for label, runs in frame.groupby("label", sort=False):
             self._draw_label(runs, ax, label)
         if self.y.column == "loss":
-            panels.loss_axis(ax, frame)
+            panels.loss_axis(ax, whole)
+            panels.draw_chance(ax, frame["batch_size"])
         else:
             panels.value_axis(ax, self.y.log, WIDE)
         diverged = frame[frame["state"] == "diverged"]
@@ -270,7 +271,10 @@ class Lines(Figure):
         if self.band or not is_alone:
             median = runs.drop_duplicates("step").sort_values("step")
             look = {"color": color, "ls": dashes, "lw": 1.1, "label": label}
-            ax.plot(median["step"], median[f"{y}_median"], **look)
+            values = median[f"{y}_median"]
+            if self.smooth:
+                values = style.smooth(values, style.smoothing_width(len(values)))
+            ax.plot(median["step"], values, **look)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Describes models, data, runs and lines, and names the runs that did not finish."""
@@ -278,6 +282,8 @@ class Lines(Figure):
         y = self.y.column
         has_median = (frame[y].fillna(0) != frame[f"{y}_median"].fillna(0)).any()
         median = " and thick the median of those that differ in seed alone" if has_median else ""
+        if has_median and self.smooth:
+            median += f", averaged over up to {style.SMOOTHING} steps"
         label = self.y.name(frame)
         text = (
             f"{label[0].upper()}{label[1:]} of {measures.of_runs(frame)} "
@@ -325,11 +331,11 @@ class Panels(Figure):
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A column for each part and a row for each plot, whose panels share a y axis.
 
-        The panels of one plot or one part stand in rows of three. A legend is below them, unless a
-        panel has its own.
+        The panels of one plot or one part stand in rows of two or three. A legend is below them,
+        unless a panel has its own.
         """
         parts, (width, height) = self.facet(frame), self.size
-        most = len(parts) if min(len(parts), len(self.plots)) > 1 else 3
+        most = len(parts) if min(len(parts), len(self.plots)) > 1 else None
         axes = panels.grid(canvas, len(parts) * len(self.plots), height, most)
         canvas.set_figwidth(width * canvas.get_figwidth())
         for row, plot in enumerate(self.plots):

@@ -130,11 +130,21 @@ def join(items) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
+def number(value: float) -> str:
+    """A number such as a learning rate: `0.002`, and below 1e-3 `2.5e-4`."""
+    if not 0 < abs(value) < 1e-3:
+        return f"{value:.12g}"
+    digits, _, exponent = f"{value:.12e}".partition("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
 def setting(key: str, value: object) -> str:
     """`ViT-B/32`, `SwitchBack int8`, `batch size 4,096`, `lr 0.002`: a value of a config key."""
     printed = {"model.name": model, "precision.label": precision, "label": str, "": str}
     if key in printed:
         return printed[key](value)
+    if key == "optimizer.lr" and isinstance(value, float):
+        return f"lr {number(value)}"
     tables = {"optimizer.name": OPTIMIZERS, "intervention.name": INTERVENTIONS}
     if value in tables.get(key, {}):
         return tables[key][value][0]

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from analysis import style
+from analysis import naming, style
 
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
@@ -85,12 +85,14 @@ def draw_runs(
     dashes: str | tuple = "-",
     marker: str = "o",
     hollow: pd.Series | None = None,
+    every: Collection[float] = (),
 ) -> None:
     """A point for each run, a bar or a line for the means, and a cross for a run without a value.
 
-    Points are open where `hollow` is true.
+    Points are open where `hollow` is true. A line has a gap at a place of `every` without a run.
     """
     mean = values.groupby(at).mean().dropna()
+    mean = mean.reindex(sorted({*mean.index, *every}))
     looks = {"bar": {"ls": "none", "marker": "_", "ms": 9, "mew": 1.8}, "line": {"ls": dashes}}
     if means:
         ax.plot(mean.index, mean, color=color, label=label, **looks[means])
@@ -113,7 +115,7 @@ def number_axis(ax: Axes, values: pd.Series) -> None:
     ax.set_xscale("log")
     if values.nunique() <= MANY:
         ticks = sorted(values.unique())
-        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45, ha="right")
+        ax.set_xticks(ticks, [naming.number(tick) for tick in ticks], rotation=45, ha="right")
         ax.minorticks_off()
 
 
@@ -162,11 +164,10 @@ def value_axis(ax: Axes, log: bool | None, wide: float) -> None:
 
 
 def loss_axis(ax: Axes, frame: pd.DataFrame) -> None:
-    """A y axis from the smallest loss up to `cap`, with the line of chance."""
+    """A y axis from the smallest loss up to `cap`."""
     finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
     top, bottom = cap(frame), finite.min() if len(finite) else 0.0
     ax.set_ylim(bottom - 0.03 * (top - bottom), top)
-    draw_chance(ax, frame["batch_size"])
     ax.locator_params(axis="y", nbins=6)
 
 

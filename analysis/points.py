@@ -4,11 +4,9 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
-from scipy.optimize import isotonic_regression
 
 from analysis import measures, naming, panels, style
 from analysis.grammar import WIDE, Axis, Facet, Figure, in_one_panel
@@ -61,7 +59,7 @@ class Points(Figure):
         axes = panels.grid(canvas, len(cells))
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
             self.plot(part, ax, x, y, labels)
-            ax.set_title(title if len(parts) > 1 else "")
+            ax.set_title(title)
         for y in self.y:
             shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
@@ -132,8 +130,6 @@ class Points(Figure):
     def _places(self, frame: pd.DataFrame, x: Axis) -> pd.Series:
         """The place of each row; hues stand side by side at a value with a name."""
         values, hues = frame[x.column], frame[self.hue]
-        if x.apart:
-            return hues.map(_apart(values.groupby(hues).first(), x.apart))
         if not x.names:
             return values.astype(float)
         at = values.map(list(x.names(frame)).index).astype(float)
@@ -145,10 +141,3 @@ class Points(Figure):
         size, rank = crowd.transform("size"), crowd.cumcount()
         spread = (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)
         return at + shifts.loc[zip(at, hues, strict=True)].to_numpy() + spread
-
-
-def _apart(values: pd.Series, least: float) -> dict:
-    """Places on an axis by hue, at least so far from each other and else close to the values."""
-    values = values.sort_values(kind="stable")
-    steps = least * np.arange(len(values))
-    return (isotonic_regression(values - steps).x + pd.Series(steps, values.index)).to_dict()

@@ -1,7 +1,5 @@
 """Figures of what blocks and layers recorded: features, gradients and their noise."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -147,26 +145,25 @@ def about_sizes(frame: pd.DataFrame) -> str:
 
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
-STATISTICS = {"grad_norm": "gradient norm", "grad_abs_max": "largest gradient"}
-BELOW = 0.02  # share of the gradients, the smallest, that the axes leave out
+DEPTHS = ("first block", "block at 1/3", "block at 2/3", "last block")
+BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 
 def gradients(runs: Runs) -> pd.DataFrame:
-    """One row per recorded step, block and statistic: exactly what is plotted."""
+    """One row per recorded step and block: exactly what is plotted."""
     heads = measures.by_intervention(measures.named_heads(runs, OF_INTERVENTIONS))
-    columns = ("statistic", "block", "step", "gradient", "gradient_smoothed")
+    columns = ("block", "step", "gradient", "gradient_smoothed")
     return measures.by_run(runs, heads, (*measures.OF_A_RUN, *columns), _gradients)
 
 
 def _gradients(run: Runs, head: dict) -> pd.DataFrame:
     parts = []
     for block in paper.blocks_at_paper_depths(head["vision_layers"]):
-        for statistic in STATISTICS:
-            values = run.series(TENSOR.format(block), statistic)
-            values = values.where(np.isfinite(values) & (values > 0))
-            smoothed = style.smooth(values, style.smoothing_width(len(values)))
-            part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
-            parts.append(part.reset_index().assign(statistic=statistic, block=block))
+        values = run.series(TENSOR.format(block), "grad_norm")
+        values = values.where(np.isfinite(values) & (values > 0))
+        smoothed = style.smooth(values, style.smoothing_width(len(values)))
+        part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
+        parts.append(part.reset_index().assign(block=block))
     return pd.concat(parts)
 
 
@@ -178,19 +175,17 @@ def by_label(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     ]
 
 
-def plot_gradients(frame: pd.DataFrame, ax: Axes, statistic: str) -> None:
-    """The runs of one label and one statistic: lines by block, the first dark."""
-    head, frame = frame.iloc[0], frame[frame["statistic"] == statistic]
-    if frame.empty:
-        ax.set_axis_off()
-        return
+def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
+    """The runs of one label: lines by block, named by depth, the first dark."""
+    head = frame.iloc[0]
     for (run, block), line in frame.groupby(["run", "block"]):
-        color = style.depth_color(block / max(1, head["vision_layers"] - 1))
-        label = f"block {block}" if run == frame["run"].min() else None
+        depth = block / max(1, head["vision_layers"] - 1)
+        color, label = style.depth_color(depth), DEPTHS[round(depth * (len(DEPTHS) - 1))]
         ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
+        label = label if run == frame["run"].min() else None
         ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
     lowest, highest = frame["gradient"].quantile([BELOW, 1])
-    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel=STATISTICS[statistic])
+    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm")
     ax.set_ylim(0.8 * lowest, 1.25 * highest)
     panels.step_axis(ax)
 
@@ -202,7 +197,7 @@ def about_gradients(frame: pd.DataFrame) -> str:
         f"{measures.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean "
         f"in place of the norm. Lines: centered box average over at most {style.SMOOTHING} records "
         "of a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
-        f"and the axes leave out the lowest {BELOW:.0%} of the others. All runs: "
+        f"and the axes leave out the lowest {BELOW:.1%} of the others. All runs: "
         f"{measures.methods(frame)}."
     )
 
@@ -294,7 +289,7 @@ FIGURES = {
     "gradient_magnitude": Panels(
         studies=("gradient_magnitude",),
         table=gradients,
-        plots=tuple(partial(plot_gradients, statistic=name) for name in STATISTICS),
+        plots=(plot_gradients,),
         facet=by_label,
         size=(0.75, 2.2),
         text=about_gradients,

@@ -5,15 +5,16 @@ Not in the paper, which precedes most of the formats.
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 
-from analysis import comparison, measures, naming
+from analysis import comparison, measures, naming, style
 from analysis.figures.scores import MEASURES, SCORES, scores
-from analysis.grammar import Axis
+from analysis.grammar import Axis, Panels
 from analysis.load import Runs
-from analysis.points import Points
 from lowprec.nn.recipe import RECIPES, Operand
 
 SCALE_BITS = {"float32": 32, "e8m0": 8, "e4m3": 8}
@@ -59,16 +60,55 @@ def _bits(operand: Operand) -> float:
     return (1 + int(parts[1]) + int(parts[2]) if parts else 8) + scale
 
 
+CLASSES = {  # least bits: (in print, color)
+    16: ("16 bits", style.OTHER),
+    9: ("some products or steps in 16 bits", naming.PRECISIONS["switchback"][1]),
+    6: ("8 bits", naming.OPTIMIZERS["stable_adamw"][2]),
+    0: ("4 bits", naming.PRECISIONS["fp8_switchback"][1]),
+}
+
+
+def plot_formats(frame: pd.DataFrame, ax: Axes, y: Axis) -> None:
+    """A row for each method, by bits; a bar at the mean, and a cross at the edge without a value.
+
+    Only the first score's panel names the methods.
+    """
+    for row, (_, part) in enumerate(frame.groupby("method", sort=False)):
+        name, color = next(look for least, look in CLASSES.items() if part["bits"].iloc[0] >= least)
+        values = part[y.column].dropna()
+        ax.plot(values, [row] * len(values), "o", ms=3, color=color)
+        ax.plot(values.mean(), row, "|", ms=9, mew=1.8, color=color, label=name)
+        for _ in range(len(values), len(part)):
+            ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
+    heads = frame.drop_duplicates("method")
+    names = [
+        f"{naming.precision(h.precision)}, {round(h.bits, 2):g} bits" for h in heads.itertuples()
+    ]
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(labelleft=y is SCORES[0])
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlabel(y.name(frame).removesuffix(")") + (", " if "(" in y.name(frame) else " (")
+                  + "axis not from 0)")  # fmt: skip
+
+
+def about_formats(frame: pd.DataFrame) -> str:
+    """The caption of `formats`."""
+    return (
+        f"Mean R@1 and validation loss of {measures.of_runs(frame)} "
+        f"({measures.seeds(frame, 'model', 'method')} of each setting). Bits: mean over the "
+        "operands of a layer's three products, with the scales of tiles; a product left in 16 bits "
+        "counts as 16, and a run that changes its format as the mean over its steps. Points: runs; "
+        "bars: their means; a cross: a run without a value."
+    )
+
+
 FIGURES = {
-    "formats": Points(
+    "formats": Panels(
         studies=("formats", "accuracy_vs_size"),
         same_but=("precision.label",),
         table=by_bits,
-        x=(Axis(column="bits", label="bits per operand, with scales", apart=0.3),),
-        y=SCORES,
-        name=lambda head: f"{naming.precision(head['precision'])}, {head['bits']:.3g} bits",
-        text="Bits: mean over the operands of a layer's three products, with the scales of tiles; "
-        "a product left in 16 bits counts as 16, and a run that changes its format as the mean "
-        "over its steps. Methods with nearly equal bits are set apart.",
+        plots=tuple(partial(plot_formats, y=score) for score in SCORES),
+        size=(1, 3),
+        text=about_formats,
     )
 }

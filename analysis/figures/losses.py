@@ -57,6 +57,17 @@ def look_of_change(head: pd.Series) -> tuple:
     return color, dashes
 
 
+def families_and_optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Panels by family of recipes, and by optimizer if there are several."""
+    if frame["optimizer"].nunique() == 1:
+        return naming.families(frame)
+    return [
+        (", ".join(filter(None, [family, naming.optimizer_name(optimizer)])), of_optimizer)
+        for family, part in naming.families(frame)
+        for optimizer, of_optimizer in part.groupby("optimizer", sort=False)
+    ]
+
+
 BETA2 = Hue(
     keys=("optimizer.beta2",),
     name=lambda head: f"beta2 = {head['beta2']:g}",
@@ -79,7 +90,8 @@ CHANGE = Hue(
 FIGURES = {
     "loss_curves": Lines(
         studies=("loss_curves", "accuracy_vs_size"),
-        split=naming.families,
+        split=families_and_optimizers,
+        smooth=True,
         text="After figure 2, arXiv:2304.13013.",
     ),
     "fp8_fixes": Lines(

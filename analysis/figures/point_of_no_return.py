@@ -7,6 +7,7 @@ import io
 import re
 import warnings
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ from lowprec.runs.read import read_file
 from lowprec.runs.tables import UNREADABLE
 
 CONTROL, UNCHANGED = "control", "unchanged"  # replays without a change
+LEFT_OUT = "batches left out"  # of `shares`: changes that only leave out some batches
 PERTURBED = "perturbed"  # replays from weights that differ in the last digit: the null arm
 STAYS = 0.5  # share of the control's height from which on a spike counts as still there
 TYPES = {  # of the table's columns that are needed
@@ -27,7 +29,6 @@ TYPES = {  # of the table's columns that are needed
 }
 COLUMNS = (*measures.OF_A_RUN, *TYPES, "height_of_control", "left_out")
 SHORT = r"change_steps=(\d+) "  # how the name of a change for a few steps begins
-APART = 0.96  # ratio of leads between changes, so that lines do not hide each other
 REPLAY = ["step", "change", "change_from", "perturbation"]  # identifies a replay of a run
 SPIKE = ["run", "step"]
 
@@ -61,74 +62,66 @@ def _replays(run: Runs, head: dict) -> pd.DataFrame:
     return frame.assign(left_out=left_out.where(left_out <= frame["lead"]))
 
 
-def shares(frame: pd.DataFrame, by: str = "lead") -> pd.DataFrame:
-    """By change and lead or `left_out`: the share of spikes that are gone, and their number.
+def shares(frame: pd.DataFrame) -> pd.DataFrame:
+    """By change and lead: the share of spikes that are gone, and their number.
 
-    For perturbations, the share is the mean over spikes of the share of their replays.
+    For perturbations, the share is the mean over spikes of the share of their replays. Changes that
+    only leave out some batches are one change, LEFT_OUT, whose lead is that of the first of them.
     """
-    gone = frame.groupby(["change", by, *SPIKE])["gone"].mean()
-    return gone.groupby(["change", by]).agg(share="mean", num="size")
+    is_left_out = frame["left_out"].notna()
+    change = frame["change"].mask(is_left_out, LEFT_OUT)
+    lead = frame["lead"].astype(int).mask(is_left_out, frame["left_out"].fillna(0).astype(int))
+    gone = frame.assign(change=change, lead=lead).groupby(["change", "lead", *SPIKE])["gone"].mean()
+    return gone.groupby(["change", "lead"]).agg(share="mean", num="size")
 
 
-def plot(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the left panel: a line for each change, black and dashed for the perturbations.
+def in_words(change: str) -> str:
+    """A change in print: `beta2 0.9, for 1 step` for `change_steps=1 optimizer.beta2=0.9`."""
+    key, _, value = re.sub(SHORT, "", change).partition("=")
+    tensors = value.strip("[]").replace(spike_marks.TENSOR, "the patch embedding")
+    words = {
+        PERTURBED: "no change but in the weights' last digits",
+        LEFT_OUT: "batches up to the onset left out",
+        "skip_batches": "other batches",
+        "optimizer": naming.optimizer_name(value),
+        "clip_tensors": f"updates of {tensors} clipped",
+    }.get(key, f"{key.removeprefix('optimizer.')} {value}")
+    short = re.match(SHORT, change)
+    return words + (f", for {counted(int(short[1]), 'step')}" if short else "")
 
-    A change for a few steps is dashed, with open points, in the color of the lasting one.
+
+def plot(frame: pd.DataFrame, ax: Axes) -> None:
+    """A row for each change, lasting and strong ones first, and a column for each lead.
+
+    A cell has the number of spikes that are gone, or for perturbations the share of replays.
     """
     table = shares(frame)
-    lasting = {change: re.sub(SHORT, "", change) for change in frame["change"].unique()}
-    changes = list(dict.fromkeys(lasting.values()))
-    for change, of_change in lasting.items():
-        line, number = table.loc[change], changes.index(of_change)
-        label, look = change, {"color": f"C{number}"}
-        if change == PERTURBED:
-            label, look = "perturbed in the last digit", {"color": "black", "ls": (0, (3, 1.5))}
-        elif change != of_change:
-            num_steps = int(re.match(SHORT, change)[1])
-            label = f"{of_change} for {counted(num_steps, 'step')}"
-            look |= {"ls": (0, (3, 1.5)), "mfc": "white"}
-        at = line.index * APART ** (number - (len(changes) - 1) / 2)
-        ax.plot(at, 100 * line["share"], marker="o", ms=3, label=f"{label} ({_num(line)})", **look)
-    _set_axes(ax, frame["lead"], "steps before the spike at which the change begins")
-    return ax
-
-
-def plot_left_out(frame: pd.DataFrame, ax: Axes) -> Axes:
-    """Draws the right panel: the share by the number of batches that are left out."""
-    line = shares(frame.assign(change=""), "left_out").loc[""]
-    ax.plot(line.index, 100 * line["share"], marker="o", ms=3, color=style.OTHER)
-    _set_axes(ax, frame["left_out"].astype(int), "batches left out,\nthe spike's own the last")
-    ax.set_title(f"skip_batches ({_num(line)})")
-    return ax
-
-
-def _set_axes(ax: Axes, values: pd.Series, label: str) -> None:
-    values = sorted(values.unique())
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(values, list(map(str, values)), minor=False)
-    ax.invert_xaxis()
-    ax.set(xlabel=label, ylabel="spikes that are gone (%)", ylim=(-4, 104))
-
-
-def _num(line: pd.DataFrame) -> str:
-    """`6`, or `5-6`: the numbers of spikes of a line's points."""
-    return "-".join(map(str, sorted({line["num"].min(), line["num"].max()})))
+    share = table["share"].unstack().sort_index(axis=1, ascending=False)
+    kinds = [bool(re.match(SHORT, name)) + 2 * (name == PERTURBED) for name in share.index]
+    share = share.iloc[np.lexsort([-share.mean(axis=1), kinds])]
+    ax.pcolormesh(share, cmap="Blues", vmin=0, vmax=1.25, edgecolors="white", lw=1)
+    for (row, column), value in np.ndenumerate(share):
+        if np.isnan(value):
+            continue
+        num = table["num"][share.index[row], share.columns[column]]
+        is_share = share.index[row] == PERTURBED
+        text = f"{value:.0%}" if is_share else f"{value * num:.0f} of {num}"
+        color = "white" if value > 0.6 else "black"
+        ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color=color)
+    ax.set_yticks(np.arange(len(share)) + 0.5, [in_words(change) for change in share.index])
+    ax.set_xticks(np.arange(share.shape[1]) + 0.5, [f"{lead}" for lead in share.columns])
+    ax.tick_params(length=0)
+    ax.grid(visible=False)
+    ax.invert_yaxis()
+    ax.set_xlabel("change begins: steps before the onset")
+    ax.set_title("spikes that a change removes")
 
 
 def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws the changes above their legend, and left-out batches beside them if there are any."""
-    is_left_out = frame["left_out"].notna()
-    parts = [(plot, frame[~is_left_out], 3.2), (plot_left_out, frame[is_left_out], 1)]
-    parts = [part for part in parts if len(part[1])]
-    plots, frames, widths = zip(*parts, strict=True)
-    figure.set_size_inches(0.44 * sum(widths) * style.COLUMN_WIDTH, 3.6)
-    axes = figure.subplots(1, len(parts), sharey=True, width_ratios=widths, squeeze=False)[0]
-    for draw_panel, of_panel, ax in zip(plots, frames, axes, strict=True):
-        draw_panel(of_panel, ax).label_outer()
-    entries, title = axes[0].get_legend_handles_labels(), "change (number of spikes)"
-    if entries[0]:
-        figure.set_figheight(2.8 + 0.17 * -(-len(entries[0]) // len(parts)))
-        figure.legend(*entries, loc="outside lower left", title=title, ncols=len(parts))
+    """Draws the grid, as high as it has changes."""
+    num = len(shares(frame).index.unique("change"))
+    figure.set_size_inches(1.7 * style.COLUMN_WIDTH, 1 + 0.24 * num)
+    plot(frame, figure.subplots())
 
 
 def caption(frame: pd.DataFrame) -> str:
@@ -147,11 +140,12 @@ def caption(frame: pd.DataFrame) -> str:
     if len(perturbed):
         num = naming.join(sorted(perturbed.groupby([*SPIKE, "change_from"]).size().unique()))
         text += (
-            f" Black: {num} replays of each spike and step that change nothing but the last digit "
-            "of the weights, and in which a spike is gone by chance."
+            f" Last row: {num} replays of each spike and step that change nothing but the last "
+            "digit of the weights, and in which a spike is gone by chance."
         )
-    if frame["change"].str.match(SHORT).any():
-        text += " Dashed, with open points: the change ends after the given number of steps."
     if frame["left_out"].notna().any():
-        text += " Right: the last batches up to the spike's own are left out for the next ones."
+        text += (
+            " Batches left out: those from the given step up to the spike's own, in place of which "
+            "training goes on with the next ones."
+        )
     return text + measures.caption_end(runs, crosses=False)

@@ -213,9 +213,14 @@ def loss_by_rate(runs: Runs) -> pd.DataFrame:
     return measures.with_recipe(scores(runs))[[*measures.OF_A_RUN, "recipe", "validation_loss"]]
 
 
-def ended(heads: pd.DataFrame) -> pd.DataFrame:
-    """The runs that ended."""
-    return heads[heads["state"].isin(ENDED)]
+def ended_at_several_rates(heads: pd.DataFrame) -> pd.DataFrame:
+    """The runs that ended, of the precisions that ran at several rates if a model has some."""
+    heads = heads[heads["state"].isin(ENDED)]
+    if heads.empty:
+        return heads
+    num = heads.groupby(["model.name", "precision.label"])["optimizer.lr"].transform("nunique")
+    most = num.groupby(heads["model.name"]).transform("max")
+    return heads[(num > 1) | (most == 1)]
 
 
 def logits(runs: Runs) -> pd.DataFrame:
@@ -223,7 +228,7 @@ def logits(runs: Runs) -> pd.DataFrame:
     heads = measures.with_scores(runs, measures.named_heads(runs))
     changes = {name: f", {in_print}" for name, (in_print, _) in naming.INTERVENTIONS.items()}
     heads["setting"] = [
-        f"{naming.model(head.model)}, lr {head.lr:g}, batch {head.batch_size:,}"
+        f"{naming.model(head.model)}, lr {naming.number(head.lr)}, batch {head.batch_size:,}"
         + changes.get(head.intervention, "").replace(", no change", "")
         for head in heads.itertuples()
     ]
@@ -329,7 +334,7 @@ FIGURES = {
     "rate_map": Points(
         studies=("lr_map", "weight_gradient"),
         same_but=("optimizer.lr", "precision.label", "gpu"),
-        where=ended,
+        where=ended_at_several_rates,
         table=loss_by_rate,
         x=(Axis(column="lr", label="peak learning rate", log=True),),
         y=(Axis(column="validation_loss", label="validation loss", log=True),),

@@ -11,6 +11,7 @@ from analysis.comparison import counted
 from analysis.grammar import Panels, by
 from analysis.load import Runs
 
+FLOOR = 0.08  # nats: lower spikes are marked there
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
 AFTER_RESET = "evaluated right after a reset of the optimizer's moments"
@@ -53,10 +54,14 @@ def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
             at = places[beta2] + middle
             spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
             by_step = group.sort_values("step")["height"]
-            ax.plot(at + spread * WIDTH / len(optimizers), by_step, "o", color=color, ms=2.5)
+            at_spikes, is_low = at + spread * WIDTH / len(optimizers), by_step < FLOOR
+            ax.plot(at_spikes[~is_low], by_step[~is_low], "o", color=color, ms=2.5)
+            if is_low.any():
+                ax.plot(at_spikes[is_low], [FLOOR] * is_low.sum(), "v", color=color, ms=4)
             half = min(0.11, 0.45 * WIDTH / len(optimizers))
             ax.hlines(by_step.median(), at - half, at + half, color=color, lw=2)
     ax.set_yscale("log")
+    ax.set_ylim(bottom=0.9 * FLOOR)
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike; bars: medians")
     _name_axis(ax, frame)
@@ -78,7 +83,8 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
         means = "line" if several else "bar"
         hollow = group["after_reset"]
         look = {"color": color, "label": name, "dashes": dashes, "hollow": hollow}
-        panels.draw_runs(ax, at, group["recall"], means=means, **look)
+        every = [place + _slots(frame)[optimizer] for place in places.values()]
+        panels.draw_runs(ax, at, group["recall"], means=means, every=every, **look)
         spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
         ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
     if ends["after_reset"].any():
@@ -99,10 +105,10 @@ def about_heights(frame: pd.DataFrame) -> str:
         f"Loss spikes and retrieval of {measures.of_runs(ends)}, beta2 "
         f"{naming.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
         "height of each loss spike, its largest loss minus the median loss of the window before "
-        "it; the bars are medians. Right: mean R@1 of both directions at the last step; the points "
-        "are seeds, the lines or bars are their means, and the vertical lines go from the smallest "
-        f"to the largest. {_of_resets(ends)}Loss spikes: "
-        f"{counts}."
+        f"it; bars: medians; triangles: lower than {FLOOR:g}. Right: mean R@1 of both directions "
+        "at the last step; the points are seeds, the lines (with gaps where an optimizer was not "
+        "run) or bars are their means, and the vertical lines go from the smallest to the largest. "
+        f"{_of_resets(ends)}Loss spikes: {counts}."
     )
 
 
@@ -167,24 +173,28 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
     return around.assign(spike=spike).reset_index()
 
 
-def plot_around(frame: pd.DataFrame, ax: Axes, column: str = "loss") -> None:
-    """A line for each run of a scaler, with ticks at steps that skip a tensor."""
+def plot_around(frame: pd.DataFrame, ax: Axes, column: str) -> None:
+    """A line for each run of a scaler."""
     for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
         head, at = run.iloc[0], run["step"] - run["spike"]
         color = style.paler(style.color(head["precision"], head["optimizer"]), i)
         finite = np.isfinite(run[column].astype(float))
         ax.plot(at[finite], run.loc[finite, column], color=color, lw=0.9)
-        skips = at[run["skipped_tensors"].fillna(0) > 0]
-        ax.plot(skips, [0.06 + 0.05 * i] * len(skips), "|", color=spike_marks.FOLLOWING, ms=5,
-                mew=0.8, transform=ax.get_xaxis_transform())  # fmt: skip
     ax.axvline(0, color=spike_marks.OTHER, lw=0.7, ls=":")
-    ax.set(xlim=(-AROUND, AROUND), xlabel="steps from the highest loss spike")
+    ax.set(xlim=(-AROUND, AROUND), xlabel="steps from detection of the highest loss spike")
     ax.set_ylabel(SCALED[column])
 
 
 def plot_loss_around(frame: pd.DataFrame, ax: Axes) -> None:
-    """The loss of each run of a scaler."""
-    plot_around(frame, ax)
+    """The loss of each run of a scaler; ticks at the top mark steps that skip a tensor."""
+    plot_around(frame, ax, "loss")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low, high + 0.25 * (high - low))
+    for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
+        skips = (run["step"] - run["spike"])[run["skipped_tensors"].fillna(0) > 0]
+        ax.plot(skips, [0.97 - 0.05 * i] * len(skips), "|", color=spike_marks.FOLLOWING, ms=4,
+                mew=0.7, transform=ax.get_xaxis_transform(),
+                label=None if i else "the step or a tensor is skipped (a row per run)")  # fmt: skip
     panels.draw_chance(ax, frame["batch_size"])
 
 

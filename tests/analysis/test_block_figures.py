@@ -144,7 +144,7 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     assert [ax.get_title() for ax in (small, large)] == ["mini L", "ViT-H/14"]
     assert small.get_yscale() == large.get_xscale() == "log"
     names = legend(small)
-    assert names == ["bf16", "SwitchBack int8", "int8 weight gradient only"]
+    assert names == ["bf16", "SwitchBack int8"]  # the third ran at one rate
 
 
 def noises():

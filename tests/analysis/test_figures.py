@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, make, paper, points, style
+from analysis import load_runs, make, paper, style
 from analysis.figures import (
     FIGURES,
     accuracy_vs_size,
@@ -31,15 +31,18 @@ def test_lines_are_every_step_and_the_median_of_seeds(make_run, tmp_path):
     make_run(optimizer="stable_adamw", num_steps=200)
     runs = load_runs(tmp_path / "runs")
     frame = loss_curves.query(runs)
-    (ax,) = drawn(loss_curves, frame)
+    axes = drawn(loss_curves, frame)
+    assert [ax.get_title() for ax in axes] == ["nano, StableAdamW", "nano, AdamW"]
     recorded = runs.metrics.pivot(index="step", columns="run", values="loss")
-    lines = {tuple(line.get_ydata()): line for line in ax.get_lines()}
+    lines = {tuple(line.get_ydata()): line for ax in axes for line in ax.get_lines()}
     assert len(lines) == 4 and all(len(values) == 200 for values in lines)
     for run, part in frame.groupby("run"):
         line = lines[tuple(recorded[run])]  # as high as its spike
         assert line.get_color() == style.color("bf16", part["optimizer"].iloc[0])
     seeds = frame.loc[frame["optimizer"] == "adamw", "run"].unique()
-    assert lines[tuple(recorded[seeds].median(axis=1))].get_linewidth() > line.get_linewidth()
+    median = style.smooth(recorded[seeds].median(axis=1), 20)  # a tenth of the steps
+    [thick] = [line for line in axes[1].get_lines() if line.get_linewidth() > 1]
+    np.testing.assert_allclose(thick.get_ydata(), median)
 
 
 def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, tmp_path):
@@ -47,7 +50,7 @@ def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, 
     losses = np.concatenate([np.linspace(4, 1, 60), np.linspace(1, 90, 60)])
     make_run(optimizer="adamw", num_steps=200, steps=120, state="diverged", losses=losses)
     frame = loss_curves.query(load_runs(tmp_path / "runs"))
-    (ax,) = drawn(loss_curves, frame)
+    _, ax = drawn(loss_curves, frame)
     assert legend(ax) == ["bf16, StableAdamW", "bf16, AdamW (diverged at step 120)"]
     crosses = [line for line in ax.get_lines() if line.get_marker() == "X"]
     top = ax.get_ylim()[1]
@@ -168,7 +171,6 @@ def record_fixture(make_run):
         text = features.rename(columns=lambda name: name.removeprefix("visual."))
         blocks = pd.concat([features, text * 1e6], axis=1)
         tables = {"tensors": {"rms": norms, "grad_norm": norms}}
-        tables |= {"details": {"grad_abs_max": norms.loc[100::100] / 10}}
         tables |= {"blocks": {"feature_mean": blocks, "feature_max": blocks * 9}}
         make_run(intervention=InterventionConfig(intervention), tables=tables, seed=seed,
                  num_steps=NUM_STEPS, experiment="gradient_magnitude")  # fmt: skip
@@ -193,14 +195,10 @@ def test_features_are_those_of_the_vision_tower_at_the_first_and_last_record(
 def test_gradients_are_of_the_last_product_of_the_drawn_blocks(record, query):
     record()
     frame = query(gradient_magnitude)
-    norms = frame[frame["statistic"] == "grad_norm"].pivot(
-        index="step", columns="block", values="gradient"
-    )
+    norms = frame.pivot(index="step", columns="block", values="gradient")
     assert norms.columns.tolist() == [0, 1, 2, 3] and len(norms) == NUM_STEPS
     assert norms.loc[10].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert np.isnan(norms.loc[20, 0])  # infinite: a gap
-    largest = frame[frame["statistic"] == "grad_abs_max"]
-    assert sorted(largest["step"].unique()) == [100, 200]
 
 
 def test_seeds_share_the_panels_and_names_of_magnitudes(record, query):
@@ -212,8 +210,9 @@ def test_seeds_share_the_panels_and_names_of_magnitudes(record, query):
     names = ("no change", "zero-init layer-scale")
     assert legend(ax) == [f"{name}, {end}" for name in names for end in ends]
     axes = drawn(gradient_magnitude, query(gradient_magnitude))
-    assert [ax.get_title() for ax in axes[:2]] == ["nano\nno change", "nano\nzero-init layer-scale"]
-    assert len(axes) == 4 and legend(axes[2]) == [f"block {block}" for block in range(4)]
+    assert [ax.get_title() for ax in axes] == ["nano\nno change", "nano\nzero-init layer-scale"]
+    assert [ax.get_ylabel() for ax in axes] == ["gradient norm", ""]
+    assert legend(axes[0]) == ["first block", "block at 1/3", "block at 2/3", "last block"]
     assert len(axes[0].lines) == 2 * 2 * 4
 
 
@@ -254,15 +253,20 @@ def evaluated(make_run):
     return make
 
 
-def test_formats_with_nearly_equal_bits_are_set_apart(evaluated, query):
-    for recipe in ("high", "llm_int8", "mxfp8", "fp8_tensorwise"):
+def test_formats_have_rows_by_bits_and_a_cross_without_a_value(evaluated, query):
+    for recipe in ("high", "llm_int8", "switchback", "fp8_tensorwise"):
         evaluated(recipe)
-    evaluated("mxfp4", experiment="formats")
+    evaluated("mxfp4", experiment="formats", seed=1)
     frame = query(FIGURES["formats"])
-    assert frame["bits"].is_monotonic_decreasing
-    for ax in drawn(FIGURES["formats"], frame):
-        places = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
-        assert len(places) == 5 and min(np.diff(sorted(places))) > 0.25
+    frame.loc[frame["seed"] == 1, "validation_loss"] = np.nan
+    left, right = drawn(FIGURES["formats"], frame)
+    names = [tick.get_text() for tick in left.get_yticklabels()]
+    assert names[:2] == ["bf16, 16 bits", "SwitchBack int8, 10.67 bits"]
+    assert names[-1] == "MXFP4, 4.25 bits" and len(names) == 5
+    classes = ["16 bits", "some products or steps in 16 bits", "8 bits", "4 bits"]
+    assert legend(left) == classes
+    crosses = [line.get_ydata() for line in right.lines if line.get_marker() == "X"]
+    assert crosses == [[4]]
 
 
 def test_a_run_that_changes_its_format_is_a_method_of_its_own_between_both(evaluated, query):
@@ -274,9 +278,6 @@ def test_a_run_that_changes_its_format_is_a_method_of_its_own_between_both(evalu
     frame = query(FIGURES["formats"]).set_index("method")
     bits = {"NVFP4, then bf16 from step 6, AdamW": 4.5 / 4 + 16 * 3 / 4, "NVFP4, AdamW": 4.5}
     assert frame["bits"][list(bits)].to_dict() == pytest.approx(bits)
-    places = points._apart(pd.Series([10.6, 10.25, 10.6, 10.6, 16], list("abcde")), 0.3)
-    assert min(np.diff(sorted(places.values()))) == pytest.approx(0.3)
-    assert places["e"] == 16
 
 
 def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated, tmp_path, capsys):
@@ -293,7 +294,7 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
 @pytest.mark.parametrize(
     ("figure", "values", "titles"),
     [
-        (spikes_vs_lr, [{"lr": 5e-4}, {"lr": 4e-3}], ["lr 0.0005", "lr 0.001", "lr 0.004"]),
+        (spikes_vs_lr, [{"lr": 5e-4}, {"lr": 4e-3}], ["lr 5e-4", "lr 0.001", "lr 0.004"]),
         (
             spikes_vs_precision,
             [{"recipe": "fp8_tensorwise"}, {"recipe": "switchback"}],

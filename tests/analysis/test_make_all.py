@@ -211,7 +211,8 @@ def test_committed_pictures_are_what_the_command_draws(tmp_path):
 
 def has_data(ax):
     lines = [np.asarray(line.get_ydata(), float) for line in ax.lines]
-    return bool(ax.patches) or any(np.isfinite(line).any() for line in lines)
+    filled = ax.patches or any(each.get_array() is not None for each in ax.collections)
+    return bool(filled) or any(np.isfinite(line).any() for line in lines)
 
 
 def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):

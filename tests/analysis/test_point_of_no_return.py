@@ -64,13 +64,15 @@ def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     }
     assert (shares["num"] == 2).all()
     [ax] = drawn(point_of_no_return, frame)
-    assert ax.get_xlim()[0] > ax.get_xlim()[1] and len(ax.lines) == 3
+    cells = ["2 of 2", "1 of 2", "1 of 2", "1 of 2", "17%", "17%"]  # from the earliest
+    assert [text.get_text() for text in ax.texts] == cells
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["4", "1"]
     caption = point_of_no_return.caption(frame)
     assert "2 spikes, 4 to 4 nats high" in caption and "1 and 3 replays" in caption
     assert "From 4 of 4 steps" in caption
 
 
-def test_changes_for_one_step_are_dashed_and_left_out_batches_have_a_panel(make_run, tmp_path):
+def test_changes_for_one_step_are_below_and_left_out_batches_share_a_row(make_run, tmp_path):
     run = make_run(num_steps=30, experiment="point_of_no_return")
     write_table(
         run, replays(HEIGHTS | {f"change_steps=1 {BETA2}": {1: 0.1}, "skip_batches=99": {}})
@@ -84,13 +86,22 @@ def test_changes_for_one_step_are_dashed_and_left_out_batches_have_a_panel(make_
     rows.to_csv(run / "replays" / "step_20_skip_table.csv", index=False)
     frame = point_of_no_return.query(load_runs(tmp_path / "runs"))
     assert set(frame["left_out"].dropna()) == {1, 8}
-    left, right = drawn(point_of_no_return, frame)
-    assert [list(values) for values in right.lines[0].get_data()] == [[1, 8], [100, 0]]
-    lines = {line.get_label(): line for line in left.lines}
-    short = lines[f"{BETA2} for 1 step (1)"]
-    assert short.get_color() == lines[f"{BETA2} (1)"].get_color() and short.get_mfc() == "white"
-    assert short.get_ydata().tolist() == [100, 0] and len(lines) == 5
-    assert list(left.get_xticks()) == [1, 4]
+    [ax] = drawn(point_of_no_return, frame)
+    assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "4", "1"]
+    rows = [text.get_text() for text in ax.get_yticklabels()]
+    assert rows == [
+        "batches up to the onset left out",
+        "beta2 0.5",
+        "updates of the patch embedding clipped",
+        "other batches",
+        "beta2 0.5, for 1 step",
+        "no change but in the weights' last digits",
+    ]
+    of_row = {row: [] for row in rows}
+    for text in ax.texts:
+        of_row[rows[int(text.get_position()[1])]].append(text.get_text())
+    assert of_row["batches up to the onset left out"] == ["0 of 1", "1 of 1"]
+    assert of_row["beta2 0.5, for 1 step"] == ["0 of 1", "1 of 1"]
 
 
 def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, tmp_path):

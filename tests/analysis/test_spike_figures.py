@@ -231,4 +231,6 @@ def test_the_steps_around_the_highest_loss_spike_are_drawn_by_scaler(plant, quer
     assert at.loc[601:602, "loss_scale"].tolist() == [65536, 32768]
     loss, fixed, scale, _ = drawn(loss_scaler, frame)
     assert [loss.get_title(), fixed.get_title()] == ["dynamic loss scale", "fixed loss scale"]
-    assert [len(line.get_xdata()) for line in scale.lines[:4]] == [201, 2, 201, 2]
+    assert [len(line.get_xdata()) for line in scale.lines] == [201, 201, 2]
+    ticks = [line.get_xdata().tolist() for line in loss.lines if line.get_marker() == "|"]
+    assert ticks == [[1, 2], [1, 2]] and len(legend(loss)) == 1
