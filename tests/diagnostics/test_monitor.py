@@ -123,10 +123,11 @@ KINDS = {
 
 @pytest.mark.usefixtures("right_interpreter")
 @pytest.mark.parametrize("kind", [*KINDS, "kernels"])
-def test_statistics_follow_their_definition(kind, monkeypatch):
-    if kind == "kernels":  # interpreted
-        monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+def test_statistics_follow_their_definition(kind, monkeypatch, device):
     model, optimizer = make(*KINDS[kind][:1], **KINDS[kind][1]) if kind in KINDS else make()
+    if kind == "kernels":  # interpreted without a GPU
+        monkeypatch.setattr(fused, "DEVICES", (device.type,))
+        model.to(device)
     definition, expected = Definition(optimizer), []
     monitor = watch(model, optimizer, flush=4)
     for step in range(1, 7):
@@ -476,6 +477,7 @@ def test_replays_of_a_cuda_graph_are_read_by_hand(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", ["foreach", "fused", "capturable"])
 def test_the_step_on_a_gpu_neither_waits_nor_differs(kind):
     model, optimizer = make(**{kind: True})

@@ -55,8 +55,10 @@ def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(row, reci
             loss, *rest = row.gradients(model).values()
         results.append((loss, torch.cat([gradient.flatten() for gradient in rest])))
     (loss, gradient), (expected_loss, expected) = results
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=1e-2)
-    bound = 0.3 if "fp8" in recipe else 0.1  # e5m2 gradients have two bits after the first
+    # fp8: on an H200, weights changed by 2^-9 move the loss by up to 0.02, and the compiled blocks,
+    # whose layer norms do not round to bfloat16 first, by 0.03; e5m2 gradients have two bits
+    atol, bound = (0.04, 0.3) if "fp8" in recipe else (0.01, 0.1)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=atol)
     assert (gradient - expected).norm() < bound * expected.norm()
 
 
