@@ -18,7 +18,7 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "switchback_q": ("SwitchBackQ int8", "#AE69DA"),
     "llm_int8": ("LLM.int8()", "#009E73"),
     "fp8_tensorwise": ("fp8 tensor-wise", "#E69F00"),
-    "fp8_rowwise": ("fp8 row-wise", "#0C8D7C"),
+    "fp8_rowwise": ("fp8 row-wise", "#A61C4B"),
     "fp8_switchback": ("SwitchBack fp8", "#CC79A7"),
     "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#F6BCCD"),
     "fp8_blockwise": ("fp8 in blocks", "#6D8C2B"),

@@ -12,7 +12,7 @@ from analysis import naming, style
 
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
-CHARACTERS, HANDLE = 18, 9  # of a legend, for each inch; as wide as a handle with its space
+CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 MOST = 2  # but at most at this multiple of the first loss
 
@@ -86,16 +86,19 @@ def draw_runs(
     marker: str = "o",
     hollow: pd.Series | None = None,
     every: Collection[float] = (),
+    spread: pd.Series | float = 0.0,
 ) -> None:
     """A point for each run, a bar or a line for the means, and a cross for a run without a value.
 
-    Points are open where `hollow` is true. A line has a gap at a place of `every` without a run.
+    Points are open where `hollow` is true, and moved sideways by `spread`. A line has a gap at a
+    place of `every` without a run.
     """
     mean = values.groupby(at).mean().dropna()
     mean = mean.reindex(sorted({*mean.index, *every}))
     looks = {"bar": {"ls": "none", "marker": "_", "ms": 9, "mew": 1.8}, "line": {"ls": dashes}}
     if means:
         ax.plot(mean.index, mean, color=color, label=label, **looks[means])
+    at = at + spread
     filled = values.notna() & ~(hollow if hollow is not None else False)
     look = {"color": color, "ms": 3 if means else 4, "ls": "none", "marker": marker}
     ax.plot(at[filled], values[filled], label=None if means else label, **look)

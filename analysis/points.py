@@ -86,6 +86,7 @@ class Points(Figure):
                 color=color, label=labels[hue], means=self.means, dashes=dashes,
                 marker="o" if self.means else MARKERS[i % len(MARKERS)],
                 hollow=self.hollow(part) if self.hollow else None,
+                spread=self._spread(places[part.index]) if x.names else 0.0,
             )  # fmt: skip
         ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
         if x.names:
@@ -137,7 +138,11 @@ class Points(Figure):
         num = there.groupby("at")["hue"].transform("size")
         shifts = there.groupby("at").cumcount() - (num - 1) / 2
         shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * min(APART, ROOM / num.max())
-        crowd = hues.groupby([at, hues])
+        return at + shifts.loc[zip(at, hues, strict=True)].to_numpy()
+
+    @staticmethod
+    def _spread(places: pd.Series) -> pd.Series:
+        """How far each of more than CROWD runs at one place moves sideways."""
+        crowd = places.groupby(places)
         size, rank = crowd.transform("size"), crowd.cumcount()
-        spread = (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)
-        return at + shifts.loc[zip(at, hues, strict=True)].to_numpy() + spread
+        return (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)

@@ -195,9 +195,12 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
         look = {"color": color, "lw": 1.2}
         if score == "rms":
             low, high = interval(lines[1:, :, column])
-            ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0)
+            interval_of = f"{LEVEL:.0%} interval of {NAMES[score]}"
+            ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0, label=interval_of)
         ax.plot(HORIZONS, lines[0, :, column], "-o", ms=2.5, label=NAMES[score], **look)
         ax.plot(HORIZONS, lines[0, :, column + 1], ":", **look)
+    if shares:
+        ax.plot([], [], ":", color=style.OTHER, label="by chance (in the color of the score)")
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
     ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1))

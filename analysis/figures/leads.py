@@ -152,7 +152,9 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 
 def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     """A bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
-    table = pooled(frame).head(NUM_TENSORS).iloc[::-1]
+    table = pooled(frame)
+    num_found = (table["q"] < LEVEL).sum()
+    table = table.head(NUM_TENSORS).iloc[::-1]
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
     look = {"color": colors, "height": 0.7}
@@ -162,7 +164,10 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_yticks(rows, [naming.short_tensor(name) for name in table.index], fontsize=7)
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
     ax.set_xlabel(f"number of loss spikes (of {num})")
-    ax.set_title("loss spikes that follow RMS spikes, by tensor")
+    ax.set_title(
+        "loss spikes that follow RMS spikes, by tensor: "
+        f"{len(table)} of {num_found} with q < {LEVEL:g} (orange)"
+    )
     ax.legend(loc="lower right")
 
 

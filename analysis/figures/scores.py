@@ -1,6 +1,8 @@
 """Figures with a point for each run: accuracy, validation loss and features by setting."""
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -72,6 +74,12 @@ def usual_settings(heads: pd.DataFrame) -> pd.DataFrame:
     return heads[settings == heads["model.name"].map(usual)]
 
 
+def named_by_exception(head: pd.Series) -> str:
+    """The method of a run, with its autocast if that is not bf16 where methods differ in it."""
+    pattern = r" \(autocast=(\w+), scaler=\w+\)"
+    return re.sub(pattern, lambda text: f", {text[1]}".replace(", bf16", ""), head["method"])
+
+
 def accuracy_by_beta2(runs: Runs) -> pd.DataFrame:
     """Zero-shot top-1 in % at the last step of each run, or NaN."""
     heads = measures.with_scores(runs, measures.named_heads(runs, ("optimizer.beta2",)))
@@ -102,34 +110,42 @@ def one_narrow_product(runs: Runs) -> pd.DataFrame:
     return heads.loc[~narrow.str.contains("+", regex=False), columns]
 
 
-ROUNDING, SEEDS = "rounding alone", "seeds"
+ROUNDING, SEEDS, OTHERS = "rounding alone", "seeds", "seeds of other\nrecipes, centered"
+ARMS = {ROUNDING: style.color("bf16", "stable_adamw"), SEEDS: style.color("bf16", "adamw_clip"),
+        OTHERS: style.OTHER}  # fmt: skip
 LOSS_MARGIN = 1.0  # % of the validation loss: the claims' until 2026-11-26
 POWER = 0.8
 
 
 def beside_rounding(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the study, and those that differ in the seed, compilation and rounding alone."""
-    return heads.loc[
-        comparison.with_baselines(comparison.rounded(heads), "rounding", "compile").index
-    ]
+    """The rows of the study, and those that differ in seed, recipe, compilation and rounding."""
+    keys = "compile", "precision.label"
+    return heads.loc[comparison.with_baselines(comparison.rounded(heads), "rounding", *keys).index]
 
 
 def arms_of_rounding(runs: Runs) -> pd.DataFrame:
     """Both scores of each run, or NaN, and the `arm` it belongs to.
 
-    A run of another study with this study's seed has a row in each arm.
+    A run of another study with this study's recipe and seed has a row in two arms. Scores of other
+    recipes are moved by a constant for each, so that its mean is that of SEEDS.
     """
     heads = measures.with_scores(runs, measures.named_heads(runs))
     own = heads["experiment"] == "rounding"
-    same = own | heads["seed"].isin(heads.loc[own, "seed"])
-    arms = [heads[same].assign(arm=ROUNDING), heads[~own].assign(arm=SEEDS)]
+    is_its = heads["precision"].isin(heads.loc[own, "precision"])
+    same = own | (is_its & heads["seed"].isin(heads.loc[own, "seed"]))
+    seeds, others = heads[~own & is_its], heads[~is_its].copy()
+    for measure in MEASURES:
+        means = others.groupby("method")[measure].transform("mean")
+        others[measure] += seeds[measure].mean() - means
+    arms = [heads[same].assign(arm=ROUNDING), seeds.assign(arm=SEEDS), others.assign(arm=OTHERS)]
     frame = pd.concat(arms, ignore_index=True)[["arm", *measures.OF_A_RUN, "compile", *MEASURES]]
     return frame[frame[list(MEASURES)].notna().any(axis=1)]
 
 
 def deviation(frame: pd.DataFrame, arm: str, measure: str) -> float:
-    """The standard deviation of a score over the runs of an arm; NaN for fewer than two."""
-    return frame.loc[frame["arm"] == arm, measure].std(ddof=1)
+    """The standard deviation of a score within recipes over the runs of an arm, or NaN."""
+    part = frame[frame["arm"] == arm]
+    return part[measure].std(ddof=part["precision"].nunique())
 
 
 def seeds_needed(deviation: float, margin: float) -> int:
@@ -150,8 +166,8 @@ def noise_of_rounding(frame: pd.DataFrame) -> str:
         recall = deviation(frame, arm, "recall")
         loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
         text += (
-            f" Standard deviation over {arm} ({counted(len(part), 'run')}): {recall:.2g} points of "
-            f"R@1 and {loss:.2g}% of the loss."
+            f" Standard deviation over {' '.join(arm.split())} ({counted(len(part), 'run')}): "
+            f"{recall:.2g} points of R@1 and {loss:.2g}% of the loss."
         )
         if recall > 0 and loss > 0:
             pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in points]
@@ -276,7 +292,7 @@ FIGURES = {
         table=accuracies,
         x=(Axis(column="model", label="", names=models_of),),
         y=(Axis(column="accuracy", label=lambda frame: f"{frame['metric'].iloc[0]} (%)"),),
-        facet=naming.families,
+        name=named_by_exception,
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -295,7 +311,7 @@ FIGURES = {
         where=in_16_bits_beside("one_product"),
         table=one_narrow_product,
         x=(Axis(column="product", label="narrow product", names=lambda _: PRODUCTS_IN_PRINT),),
-        y=SCORES,
+        y=(SCORES[0], replace(SCORES[1], log=True)),
         hue="format",
         order=tuple(COLORS),
         look=lambda head: (COLORS.get(head["format"], style.look(head)[0]), "-"),
@@ -307,12 +323,15 @@ FIGURES = {
         same_but=ANYTHING,
         where=beside_rounding,
         table=arms_of_rounding,
-        x=(Axis(column="arm", label="", names=lambda _: {ROUNDING: ROUNDING, SEEDS: SEEDS}),),
+        x=(Axis(column="arm", label="", names=lambda frame: {
+            arm: arm for arm in ARMS if arm in set(frame["arm"])}),),
         y=SCORES,
         hue="arm",
+        order=tuple(ARMS),
+        look=lambda head: (ARMS[head["arm"]], "-"),
         hollow=lambda frame: ~frame["compile"],
         text="Left: one seed, with learning rates that differ in the last digits, or without "
-        "compilation (open). Right: seeds.",
+        "compilation (open). Middle: seeds. Right: seeds of other recipes, moved to the same mean.",
         notes=noise_of_rounding,
     ),
     "recipes_by_size": Points(

@@ -28,12 +28,15 @@ def test_seeds_come_from_runs_with_the_same_settings(plant, query):
     for seed, recall in enumerate((70.0, 60.0, 80.0)):
         plant(recall, "accuracy_vs_size", seed=seed, compile=True)
     plant(10.0, "accuracy_vs_size", lr=2.01e-3, compile=True)
-    plant(10.0, "accuracy_vs_size", recipe="switchback", compile=True)
+    for seed, recall in enumerate((11.0, 13.0)):
+        plant(recall, "accuracy_vs_size", recipe="switchback", seed=seed, compile=True)
     plant(10.0, "accuracy_vs_size", model="mini_b", compile=True)
     frame = query(rounding)
     arms = frame.groupby("arm")["recall"].apply(lambda values: sorted(values.round(6)))
     assert arms[scores.ROUNDING] == [70, 71, 72, 73, 74] and arms[scores.SEEDS] == [60, 70, 80]
+    assert arms[scores.OTHERS] == [69, 71]  # moved to the mean of the seeds
     assert scores.deviation(frame, scores.SEEDS, "recall") == pytest.approx(10)
+    assert scores.deviation(frame, scores.OTHERS, "recall") == pytest.approx(2**0.5)
     for ax in drawn(rounding, frame):
         [one] = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
         assert len(one.get_xdata()) == 1  # not compiled
