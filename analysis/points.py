@@ -25,7 +25,7 @@ class Points(Figure):
         table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`.
         x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
         hue: the column whose values have colors; those in `order` come first.
-        look: the color and the line style of a hue, by its first row; None: colors of a scale.
+        look: the color and the line style of a hue, by its first row.
         name: the name of a hue, by its first row. What all methods share is left out.
         means: "bar" at the mean of the runs at one place, "line" through the means, or "".
         hollow: marks the runs that have open points.
@@ -39,7 +39,7 @@ class Points(Figure):
     y: tuple[Axis, ...]
     hue: str = "method"
     order: tuple = ()
-    look: Callable[[pd.Series], tuple] | None = style.look
+    look: Callable[[pd.Series], tuple] = style.look
     name: Callable[[pd.Series], str] | None = None
     means: str = "bar"
     hollow: Callable[[pd.DataFrame], pd.Series] | None = None
@@ -79,8 +79,7 @@ class Points(Figure):
         frame = frame[frame[x.column].notna()]
         places = self._places(frame, x)
         for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
-            scale = style.setting_color(i, max(1, len(labels) - 1)), "-"
-            color, dashes = self.look(part.iloc[0]) if self.look else scale
+            color, dashes = self.look(part.iloc[0])
             panels.draw_runs(
                 ax, places[part.index], part[y.column],
                 color=color, label=labels[hue], means=self.means, dashes=dashes,

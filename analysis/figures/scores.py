@@ -261,6 +261,11 @@ def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
     return values.iloc[-1:].max(axis=1).rename("logit_max").reset_index()
 
 
+def look_of_model(head: pd.Series) -> tuple:
+    """A color for each model of a scale."""
+    return style.setting_color(naming.rank(head["model"], naming.MODELS)[0] % 4, 3), "-"
+
+
 def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
     """AdamW's rows in 16 bits, runs that agree in every setting and the seed once."""
     heads = heads[heads["scale"].notna() & (heads["precision.recipe"] == "high")]
@@ -373,7 +378,7 @@ FIGURES = {
         x=(Axis(column="logit_max", label="largest attention logit at the end", log=True),),
         y=(Axis(column="recall", label=f"{RECALL} (%)"),),
         hue="setting",
-        look=None,
+        look=look_of_model,
         means="",
         notes=correlations_in_words,
     ),
