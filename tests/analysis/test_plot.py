@@ -16,6 +16,7 @@ from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
+from analysis.style import style
 from lowprec.config.schema import PrecisionChangeConfig
 from tests.analysis.conftest import drawn, legend
 
@@ -99,7 +100,8 @@ def test_precisions_have_distinct_colors_and_the_axis_ends_at_the_last_recorded_
 
 @pytest.mark.parametrize("x", ["step", "optimizer.lr"])
 def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
-    [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=x, hue="optimizer.beta2"))
+    with style():  # whose letters are smaller than matplotlib's
+        [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=x, hue="optimizer.beta2"))
     box = ax.figure.legends[0].get_window_extent()
     assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
     assert 0 <= box.x0 and box.x1 <= ax.figure.bbox.x1
