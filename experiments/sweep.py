@@ -169,11 +169,13 @@ def wait(texts: list[str]) -> None:
 
 
 def cancel(texts: list[str]) -> None:
-    """Cancels waiting runs and stops running ones, which save first."""
+    """Cancels waiting and lost runs and stops running ones, which save first."""
     folder = _find(texts).folder
     with locked(folder / ".lock"):
         plan = Plan(folder)
-        active = [s.index for s in states(plan, ask_queue(plan)) if s.state in ACTIVE]
+        waiting = plan.waiting()  # also lost runs, which a launcher may yet begin
+        run_states = states(plan, ask_queue(plan))
+        active = [s.index for s in run_states if s.state in ACTIVE or s.index in waiting]
         for index in active:  # first: a run that is told to stop must not be started again
             plan.mark(index, "cancelled").touch()
         print(f"{len(active)} runs cancelled; `resubmit --cancelled` continues them")
@@ -227,7 +229,8 @@ def hand_over(
         if launcher["name"] == "slurm":
             slurm.submit(plan, submitted, launcher)
     if launcher["name"] == "local":
-        local.start(plan)
+        asked = {state.index for state in run_states if state.state in (*which, "running")}
+        local.start(plan, asked)
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))

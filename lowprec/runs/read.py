@@ -39,8 +39,14 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps half a character, which no fi
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """Reads plain data; 1e-6 is a number, as in YAML 1.2 and JSON.
 
-    ValueError for an integer of more than 64 bits, as in rows.
+    ValueError for an integer of more than 64 bits, as in rows, and for a key that is given twice.
     """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:  # noqa: D102
+        names = [key.value for key, _ in node.value]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a key is given twice: {', '.join(names)[:200]}")
+        return super().construct_mapping(node, deep)
 
 
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))

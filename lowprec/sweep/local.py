@@ -30,12 +30,15 @@ def lock_path(folder: Path) -> Path:
     return folder / ".local.lock"
 
 
-def start(plan: Plan) -> None:
+def start(plan: Plan, asked: set[int]) -> None:
     """Starts the launcher in its own session, so that it outlives this process.
 
-    It also continues the runs that an ended launcher has left. Returns once a launcher is running:
-    until then its runs would seem lost.
+    If none was running, of the waiting runs it gets those that were asked for; the others are lost.
+    Returns once a launcher is running: until then its runs would seem lost.
     """
+    if not is_locked(lock_path(plan.folder)):
+        for index in set(plan.waiting()) - asked:
+            plan.mark(index, "lost").touch()
     if not plan.waiting():
         return
     with open(plan.folder / "logs" / "launcher.log", "ab") as log:
@@ -47,10 +50,15 @@ def start(plan: Plan) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + 30
-    while not is_locked(lock_path(plan.folder)) and time.monotonic() < deadline:
-        if launcher.poll() is not None:
-            break
-        time.sleep(0.05)
+    try:
+        while time.monotonic() < deadline and launcher.poll() is None:
+            if is_locked(lock_path(plan.folder)):
+                break
+            time.sleep(0.05)
+    except KeyboardInterrupt:  # or runs would begin that `cancel` holds for lost
+        launcher.terminate()
+        launcher.wait()
+        raise
     launcher.returncode = 0  # it outlives this process; subprocess would warn of that
 
 

@@ -1,8 +1,9 @@
 """The plan of a sweep: its runs, each checked, and which launcher has them.
 
 A sweep is a folder. Only `submit` and `resubmit` write `sweep.json`, one at a time. Beside it,
-`runs/<index>.cancelled` says that a run must not go on, and `runs/<index>.ended` why training
-failed. Everything else is asked where it is known: results and the lock in the run directory, what
+`runs/<index>.cancelled` says that a run must not go on, `runs/<index>.lost` that the local launcher
+has died and nobody has asked for the run since, and `runs/<index>.ended` why training failed.
+Everything else is asked where it is known: results and the lock in the run directory, what
 waits in SLURM's queue.
 """
 
@@ -27,7 +28,7 @@ from lowprec.train.preflight import preflight, process_faults
 
 TRAIN = [sys.executable, "-m", "experiments.sweep", "train"]  # and the sweep's folder, the index
 DECLINED = 4  # exit status of one of several ranks that does not train; without it, others wait
-MARKS = ("cancelled", "ended")
+MARKS = ("cancelled", "lost", "ended")
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Plan:
         return self.folder / "logs" / f"{index}.log"
 
     def mark(self, index: int, name: str) -> Path:
-        """The file that says that a run is `cancelled` or has `ended` without a result."""
+        """The file that says that a run is `cancelled`, `lost` or has `ended` without a result."""
         return self.folder / "runs" / f"{index}.{name}"
 
     def is_cancelled(self, index: int) -> bool:
@@ -166,7 +167,7 @@ class Plan:
             return str(error)
 
     def is_over(self, index: int) -> bool:
-        """Whether a run is cancelled or failed, so that it waits for a command."""
+        """Whether a run is cancelled, lost or failed, so that it waits for a command."""
         return any(self.mark(index, name).exists() for name in MARKS)
 
     def is_training(self, index: int) -> bool:

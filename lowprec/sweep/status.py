@@ -99,7 +99,7 @@ def _unfinished(
         return "new", ""
     if on_slurm and in_queue is not None:
         return "queued" if in_queue in (*slurm.WAITS, "unknown") else "running", ""
-    if run.launcher == "local" and launcher_lives:
+    if run.launcher == "local" and launcher_lives and not plan.mark(run.index, "lost").exists():
         return "queued", ""
     if status.get("state") == "failed":
         return "failed", status.get("reason", "")

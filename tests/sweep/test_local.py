@@ -11,6 +11,7 @@ import pytest
 from experiments import sweep
 from lowprec.sweep import local, status
 from lowprec.sweep.plan import Plan, take_lock
+from tests.sweep.conftest import processes_in
 
 LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
@@ -55,6 +56,17 @@ def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
     local.launch(sweeps.folder)
     assert sweeps.names() == ["finished"] * 8
     assert [i for i, count in enumerate(sweeps.starts()) if count != 1] == [5, 7]
+
+
+def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    plan = sweeps.make(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(local.time, "sleep", interrupted)
+        sweeps.submit()
+    assert not processes_in(here) and not local.lock_path(plan.folder).exists()
 
 
 def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps, here):
@@ -122,17 +134,34 @@ def test_a_run_that_ends_while_it_is_looked_at_is_not_started_again(
     assert sweeps.names() == ["finished"] and sweeps.starts() == [0]
 
 
-def test_a_launcher_continues_what_an_ended_one_left_and_nothing_that_was_cancelled(sweeps):
+@pytest.mark.parametrize("which", ["others", "cancelled"])
+def test_lost_runs_that_nobody_asks_for_stay_lost(sweeps, which):
     plan = sweeps.make(4)
     plan.hand_over([0, 1, 2], LOCAL)  # and its launcher died
     plan.mark(2, "cancelled").touch()
     assert sweeps.names() == ["lost", "lost", "cancelled", "new"]
-    sweeps.submit([1])
+    if which == "others":
+        sweeps.submit([1, 3])
+        expected = ["lost", "finished", "cancelled", "finished"]
+    else:
+        sweep.resubmit(["--cancelled"])
+        expected = ["lost", "lost", "finished", "new"]
+    assert sweeps.names()[0] == "lost"  # the launcher lives, but has not got it
     sweeps.end()
-    assert sweeps.names() == ["finished", "finished", "cancelled", "new"]
+    assert sweeps.names() == expected
     sweeps.submit()
     sweeps.end()
     assert sweeps.names() == ["finished"] * 4 and sweeps.starts() == [1] * 4
+
+
+def test_lost_runs_are_cancelled_too_and_stay_so(sweeps, capsys):
+    plan = sweeps.make(3)
+    plan.hand_over([0, 1], LOCAL)  # and its launcher died, or has not begun
+    sweep.cancel([])
+    assert "2 runs cancelled" in capsys.readouterr().out and plan.waiting() == []
+    sweeps.submit([2])
+    sweeps.end()
+    assert sweeps.names() == ["cancelled", "cancelled", "finished"]
 
 
 def test_what_is_submitted_while_a_stopped_launcher_saves_is_trained(sweeps, here, monkeypatch):
