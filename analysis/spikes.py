@@ -122,7 +122,10 @@ def main(arguments: list[str] | None = None) -> int:
             recorded = f"{len(names)} tensors, such as {', '.join(names[:6])}"
             raise ChoiceError(f"no tensor matches {tensor!r}; there are {recorded}")
         protocol = PROTOCOLS.get(options.protocol) or spike_marks.protocol_of_run(summary)
-        protocol = replace(protocol, **changed)
+        try:
+            protocol = replace(protocol, **changed)
+        except ValueError as error:
+            raise ChoiceError(error) from error
         text = describe(series, protocol, tensor)
         if collapse := spike_marks.collapse_of(summary, series.loss):
             spikes = spike_marks.spike_table(series, protocol, tensor)

@@ -24,6 +24,7 @@ from lowprec.optim.statistics import ShardReduction, expand_rows, index_on, loca
 
 WATCHED = STATISTICS[:3]  # rms, grad_norm, update_norm
 SCALARS = ("loss", "grad_norm")
+HEADER = "# lowprec.diagnostics.watch"  # first line of the config.yaml that `save` writes
 NAMES = {"AdamW": "adamw", "StableAdamW": "stable_adamw"}  # as the harness's records name them
 logger = logging.getLogger("lowprec")
 
@@ -65,8 +66,9 @@ def watch(
             of them must watch. None: each process records its own.
 
     Raises:
-        ValueError: an unknown protocol, or parameters on several devices; at a step, an optimizer
-            that has no such state, uses amsgrad, or has got further parameters since.
+        ValueError: an unknown protocol, a number out of bounds, or parameters on several devices;
+            at a step, an optimizer that has no such state, uses amsgrad, or has got further
+            parameters since.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -99,6 +101,9 @@ class Monitor:
         self.device = params[0].device
         if any(p.device != self.device for p in params):
             raise ValueError("the optimizer's parameters must be on one device")
+        for name, value, least in (("every", every, 1), ("flush", flush, 1), ("step", step, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
         if not isinstance(protocol, Protocol) and protocol not in PROTOCOLS:
             allowed = f"a Protocol or one of {', '.join(PROTOCOLS)}"
             raise ValueError(f"protocol={protocol!r}: must be {allowed}")
@@ -113,6 +118,9 @@ class Monitor:
         self._losses: list[Tensor] = []
         self._lrs: list[Tensor | float] = []
         self._largest_lr = 0.0
+        self._given: dict = {}  # to `save`
+        self._saved_to: Path | None = None
+        self._is_resumed = step > 0
         self._addresses = AddressTables()
         hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
         self._handle = optimizer.register_step_post_hook(hook)
@@ -185,30 +193,50 @@ class Monitor:
         """Adds the steps since the last call to a run directory, which `analysis` reads.
 
         Call it at checkpoints and at the end, in one process; until then, a step takes 12 bytes
-        per tensor on the host. A resumed run may write into its folder again: of a step that is
-        there twice, the later row counts. `config` has keys of `lowprec.config.schema` that tell
-        runs apart, such as {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}.
+        per tensor on the host. A resumed run, watched with its `step`, may write into its folder
+        again: of a step that is there twice, the later row counts. `config` has keys of
+        `lowprec.config.schema` that tell runs apart, such as
+        {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}; later calls remember them.
+        After an error, the rows remain, and another folder can take them.
 
         Raises:
+            RunError: the folder has a run that `save` has not written or, for a run that was
+                watched with `step=0`, an earlier one.
             ConfigError: a key that the schema does not have, or a value of another type.
             RunBusyError: another process writes there.
             ImportError: pyarrow or pyyaml is missing.
         """
         try:
-            from lowprec.config.check import require_values
+            from lowprec.config.check import RunError, require_values
             from lowprec.runs import durable
             from lowprec.runs.record import Record
         except ImportError as error:
             raise ImportError(
                 "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
             ) from error
+        folder = Path(folder).resolve()
+        path, has_rows = folder / "config.yaml", (folder / "metrics.jsonl").exists()
+        header, _, text = (
+            path.read_text(errors="replace").partition("\n") if path.exists() else ("", "", "")
+        )
+        if (path.exists() or has_rows) and header != HEADER:
+            raise RunError(f"{folder} has a run that watch did not record: save elsewhere")
+        if has_rows and not self._is_resumed and self._saved_to != folder:
+            raise RunError(
+                f"{folder} has another run: save elsewhere or, to continue it, watch with step=N "
+                "after N steps"
+            )
         self.flush()
-        config = self._config(Path(folder).resolve().name) | (config or {})
+        if text:  # a resumed run sees only the end of a schedule
+            self._largest_lr = max(self._largest_lr, json.loads(text)["optimizer"].get("lr", 0.0))
+        given = self._given | (config or {})
+        config = self._config(folder.name) | given
         require_values(config)
-        record = Record(Path(folder))
+        record = Record(folder)
         try:
-            text = json.dumps(_nested(config), indent=2)  # which is YAML, too
+            text = f"{HEADER}\n{json.dumps(_nested(config), indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())
+            self._given, self._saved_to = given, folder
             record.append("metrics", self._rows)
             record.append("events", spike_events(self._unwritten, self.names))
             if self._tables:
@@ -313,8 +341,9 @@ class Monitor:
             "diagnostics.every": self.every,
             "data.name": "unknown",
         }
-        config |= {f"optimizer.beta{i}": float(beta) for i, beta in enumerate(group["betas"], 1)}
-        positive = {"optimizer.lr": self._largest_lr, "optimizer.eps": float(group["eps"])}
+        betas = enumerate(group.get("betas", ()), 1)  # no step has looked at the optimizer yet
+        config |= {f"optimizer.beta{i}": float(beta) for i, beta in betas}
+        positive = {"optimizer.lr": self._largest_lr, "optimizer.eps": float(group.get("eps", 0.0))}
         config |= {key: value for key, value in positive.items() if value}
         return config | {f"diagnostics.spikes.{key}": value for key, value in thresholds.items()}
 

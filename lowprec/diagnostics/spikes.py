@@ -22,6 +22,9 @@ COLLAPSED = 50  # steps
 AT_CHANCE, LAST_STEPS = 0.005, 20  # share and steps for the end of a run
 ONSET_WINDOW = 50  # steps
 ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
+# bounds of a Protocol, which are those of the config group `diagnostics.spikes`
+LEAST = {"num_deviations": 1, "within": 1, "ignore_steps": 0, "window": 2, "max_lead": 1}
+MAX_WINDOW = 4096  # a detector takes window^2 numbers
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Protocol:
     last of which comes at most `within` steps after the first. An RMS spike is a step with RMS_t >=
     `rms_threshold`. The first `ignore_steps` steps have neither. A spike at most `within` steps
     after the previous one (counted or not) is the same spike and does not count again. A loss spike
-    follows an RMS spike if it begins 1 to `max_lead` steps after it.
+    follows an RMS spike if it begins 1 to `max_lead` steps after it. ValueError for a number that
+    is out of bounds, such as `window` above 4096.
     """
 
     rms_threshold: float = 2.3
@@ -45,6 +49,16 @@ class Protocol:
     ignore_steps: int = 1000
     window: int = 200
     max_lead: int = 8
+
+    def __post_init__(self):
+        for name in ("rms_threshold", "loss_sigmas"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number above 0")
+        for name, least in LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.window > MAX_WINDOW:
+            raise ValueError(f"window={self.window}: must be at most {MAX_WINDOW}")
 
 
 PROTOCOLS = {

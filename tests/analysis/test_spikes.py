@@ -145,6 +145,8 @@ def test_options_replace_thresholds_of_the_protocol(plant, capsys):
     plant(seed=1)
     spikes.main(["--run", str(Path(run).parent), "--window", "100"])
     assert capsys.readouterr().out.count("window=100") == 2
+    assert spikes.main(["--run", run, "--window", "0"]) == 2
+    assert capsys.readouterr().err == "error: window=0: must be at least 2\n"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from analysis import load_runs, spike_marks
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.diagnostics import monitor as monitor_module
 from lowprec.diagnostics import watch
 from lowprec.diagnostics.spikes import PROTOCOLS
@@ -315,6 +315,56 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="seed='zero': not allowed"):
         monitor.save(tmp_path / "run", {"seed": "zero"})
     assert not (tmp_path / "run").exists() and len(monitor.rows()) == 1
+
+
+@pytest.mark.parametrize("number", [{"every": 0}, {"flush": 0}, {"step": -1}])
+def test_numbers_out_of_bounds_are_refused_before_a_step(number):
+    [(name, value)] = number.items()
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be at least {value + 1}$"):
+        watch(*make(), **number)
+
+
+def test_an_optimizer_that_no_step_has_looked_at_is_saved(tmp_path):
+    model, _ = make()
+    optimizer = torch.optim.RMSprop(model.parameters())
+    monitor = watch(model, optimizer, every=100, step=1)
+    take(model, optimizer, monitor, [1])
+    monitor.save(tmp_path)
+    assert load_runs(tmp_path).runs["optimizer.name"].tolist() == ["rmsprop"]
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_run_of_the_harness_is_not_written_into(make_config, run_once, tmp_path):
+    run_once(make_config(), tmp_path / "run")
+    before = content(tmp_path / "run")
+    model, optimizer = make()
+    for step in (0, 3):
+        monitor = watch(model, optimizer, step=step)
+        take(model, optimizer, monitor, [1])
+        with pytest.raises(RunError, match=r"run has a run that watch did not record"):
+            monitor.save(tmp_path / "run")
+        monitor.close()
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(RunError, match="did not record"):
+        monitor.save(tmp_path / "run")
+    del before["config.yaml"]
+    assert content(tmp_path / "run") == before
+
+
+def test_a_second_watched_run_does_not_write_into_the_first(tmp_path):
+    planted(tmp_path, (20, 60))
+    before = content(tmp_path)
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    with pytest.raises(RunError, match="has another run: save elsewhere or, to continue it"):
+        monitor.save(tmp_path)
+    assert content(tmp_path) == before
+    monitor.save(tmp_path / "other")
+    assert len(load_runs(tmp_path / "other").metrics) == 1
 
 
 @pytest.mark.parametrize("saves", [(60,), (20, 30, 60)])

@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lowprec.config.check import allows
 from lowprec.diagnostics.spikes import (
     PROTOCOLS,
     Collapse,
@@ -134,6 +135,35 @@ def test_protocol_sigma_needs_one_loss_six_deviations_above_the_last_128():
     assert steps(loss_spikes(loss, SIGMA)) == [200]
     loss[199] = window.mean() + 5.99 * window.std()
     assert steps(loss_spikes(loss, SIGMA)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("rms_threshold", 0.0, "a finite number above 0"),
+        ("loss_sigmas", math.nan, "a finite number above 0"),
+        ("loss_sigmas", math.inf, "a finite number above 0"),
+        ("num_deviations", 0, "at least 1"),
+        ("within", -1, "at least 1"),
+        ("ignore_steps", -1, "at least 0"),
+        ("window", 0, "at least 2"),
+        ("window", 4097, "at most 4096"),
+        ("max_lead", 0, "at least 1"),
+    ],
+)
+def test_a_protocol_out_of_bounds_is_refused(name, value, allowed):
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be {allowed}$"):
+        replace(PAPER, **{name: value})
+    if name != "max_lead":
+        assert not allows(f"diagnostics.spikes.{name}", value)
+
+
+def test_the_least_protocol_finds_spikes():
+    least = {"num_deviations": 1, "within": 1, "ignore_steps": 0, "window": 2, "max_lead": 1}
+    loss = noise(num_steps=10)
+    loss[5] = 30.0
+    assert 6 in steps(loss_spikes(loss, replace(PAPER, **least)))
+    assert all(allows(f"diagnostics.spikes.{k}", v) for k, v in least.items() if k != "max_lead")
 
 
 def random_series(rng):
