@@ -4,6 +4,7 @@ Hydra itself only explains (`--cfg job`, `--info`, `--hydra-help`, shell complet
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import traceback
@@ -141,14 +142,16 @@ def swept_runs(
     swept = []
     for number, run in enumerate(runs, 1):
         texts = tuple(map(_without_secrets, run.overrides))
-        own = " ".join(text for text in texts if text.partition("=")[0] in differing)
+        own = shlex.join(text for text in texts if text.partition("=")[0] in differing)
         swept.append(SweptRun(task, run.config, number, Sweep(texts, own, is_here)))
     return swept
 
 
 def _without_secrets(override: str) -> str:
-    name, _, value = override.partition("=")
-    return f"{name}={without_secrets(value.strip(QUOTES))}"
+    """An override whose URLs name no secret, with the quotes in which Hydra reads its value."""
+    name, equals, value = override.partition("=")
+    bare = value.strip(QUOTES)
+    return f"{name}{equals}{value.replace(bare, without_secrets(bare))}" if bare else override
 
 
 def _run_each(runs: list[SweptRun], launcher: dict) -> None:

@@ -76,6 +76,17 @@ def retired_faults(config: Config) -> list[str]:
     return faults
 
 
+def refuse_retired_model(config: Config) -> None:
+    """Raises ConfigError if the weights of an old record fit no model that can still be built."""
+    if config.optimizer.stable_embedding:
+        raise ConfigError(
+            [
+                "the run was trained with optimizer.stable_embedding, which was removed: neither "
+                "open_clip nor this version has the layer norm of its token embedding"
+            ]
+        )
+
+
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """All dotted keys of a schema, groups and leaves."""
     for f in fields(schema):

@@ -18,6 +18,7 @@ from lowprec.config.schema import SHAPES, Config
 from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
+LISTED = re.compile(r"""(?<=//)[^/]*@|[?#][^\s,'"\]}]*""")  # the same of URLs in a list or braces
 
 
 def expand(pattern: str, name: str = "data.train") -> list[str]:
@@ -109,12 +110,12 @@ def check_readers(shards: ShardUrls, workers: int, world_size: int = 1) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """A URL without user, password and query; a path stays as it is.
+    """A URL, or a list of them, without users, passwords and queries; a path stays as it is.
 
     A shell command (pipe:) keeps the program and the words that name a tar: others may be secrets.
     """
     if not urlsplit(url).scheme:
-        return url
+        return LISTED.sub("", url) if "://" in url else url
     if not url.startswith("pipe:"):
         return SECRETS.sub("", url)
     words = [SECRETS.sub("", word).strip("'\"") for word in url.removeprefix("pipe:").split()]

@@ -35,9 +35,9 @@ SHUFFLED, FIRST = 1000, 100  # undecoded samples that a worker shuffles, and sta
 HELD_BYTES = 2**28  # of these samples
 LARGEST_OTHER = loader.LONGEST_CAPTION + 1  # bytes of a member that is no image
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
-CURL += ("--retry-max-time", "60", "--speed-limit", "1", "--speed-time", "60")  # if a server stalls
+CURL += ("--retry-max-time", "60", "--speed-limit", "100", "--speed-time", "60")  # B/s and s
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
-CURL_FAULTS |= {28: "no data for a minute"}
+CURL_FAULTS |= {28: "less than 100 B/s for a minute"}
 
 
 @dataclass

@@ -126,13 +126,21 @@ def _checkpointed(block: nn.Module, patched: Callable | None, *args: Any, **kwar
     """Runs a block's forward, or its patched forward if it has one, under checkpointing.
 
     The type's forward is looked up here, because fusing an MLP changes the type. In training, a
-    decoder's block does not see the cache of keys and values, to which the recomputation would
-    append them again; in evaluation, a block with a cache is not checkpointed.
+    decoder's block does not see an empty cache of keys and values, to which the recomputation would
+    append them again; in evaluation, a block with a cache is not checkpointed. Raises ValueError in
+    training if the cache holds something, such as the prefixes of prefix tuning.
     """
     forward = patched or partial(type(block).forward, block)
-    if torch.is_grad_enabled() and any(map(_is_cache, (*args, *kwargs.values()))):
+    caches = [x for x in (*args, *kwargs.values()) if _is_cache(x)]
+    if torch.is_grad_enabled() and caches:
         if not block.training:
             return forward(*args, **kwargs)
+        layer = [m.layer_idx for m in block.modules() if hasattr(m, "layer_idx")][:1]
+        if any(cache.get_seq_length(*layer) for cache in caches):
+            raise ValueError(
+                "a checkpointed block cannot train with a cache that holds keys and values, such "
+                "as those of prefix tuning: prepare_for_training(..., checkpointing=False)"
+            )
         args = tuple(None if _is_cache(x) else x for x in args)
         kwargs = {name: None if _is_cache(x) else x for name, x in kwargs.items()}
     keep = partial(create_selective_checkpoint_contexts, _is_kept)

@@ -17,6 +17,8 @@ SECRET_URLS = {
     "pipe:TOKEN=s3cret aws s3 cp s3://b/a-0.tar.gz -": "pipe:s3://b/a-0.tar.gz",
     "pipe:fetch --token=s3cret.tar 7": "pipe:fetch",
     "data/a?b#c.tar": "data/a?b#c.tar",
+    "{http://u:s3cret@h/{0..2}.tar?s3cret=/x,a/*}": "{http://h/{0..2}.tar,a/*}",
+    "[https://u:s3cret@h/a#s3cret,'s3://s3cret@b/c']": "[https://h/a,'s3://b/c']",
 }
 
 

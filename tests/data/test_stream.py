@@ -1,6 +1,7 @@
 """Streams: exact order and resume, and each fault in the skips."""
 
 import base64
+import contextlib
 import os
 import random
 import shutil
@@ -56,6 +57,14 @@ class Handler(BaseHTTPRequestHandler):
         self.server.log.append(name)
         if name.startswith("stall"):
             self.server.stopped.wait()
+            return
+        if name.startswith("trickle"):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the client has left
+                for _ in range(40):
+                    self.wfile.write(bytes(5))
+                    time.sleep(0.25)
             return
         self.server.users.add(self.headers.get("Authorization"))
         file = self.server.folder / name
@@ -398,15 +407,19 @@ def test_failure_of_a_command_comes_after_its_output_and_closing_ends_it(put_fil
     assert source.command.returncode == -signal.SIGKILL
 
 
-def test_a_server_that_stalls_is_left_and_named_and_the_others_are_read(server, put, monkeypatch):
+@pytest.mark.parametrize("name", ["stall.tar", "trickle.tar"])
+def test_a_server_that_stalls_is_left_and_named_and_the_others_are_read(
+    server, put, monkeypatch, name
+):
     in_a_second = ["1" if word == "60" else word for word in lowprec.data.stream.CURL]
     monkeypatch.setattr(lowprec.data.stream, "CURL", in_a_second)
-    urls = [put("good.tar", range(10, 16)), f"{server.url}/stall.tar"]
+    urls = [put("good.tar", range(10, 16)), f"{server.url}/{name}"]
     batches = read(urls, num_steps=2, batch_size=5)
     assert set(numbers(batches)) == set(range(10, 16))
     rows = [skip for batch in batches for skip in batch.skips]
     assert rows and {row["shard"] for row in rows} == {urls[1]}
-    assert all("curl failed with status 28 (no data for a minute)" in row["reason"] for row in rows)
+    fault = "curl failed with status 28 (less than 100 B/s for a minute)"
+    assert all(fault in row["reason"] for row in rows)
 
 
 def descendants(pid):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import signal
 import sys
 import time
@@ -214,9 +215,16 @@ def test_a_sweep_over_urls_prints_no_password():
     urls = [f'data.train="https://me:secret@host/{name}.tar?key=secret"' for name in "ab"]
     runs = [ComposedRun((url, "seed=0"), None) for url in urls]
     first, _ = entry.swept_runs(None, runs, is_here=True)
-    assert first.sweep == entry.Sweep(
-        ("data.train=https://host/a.tar", "seed=0"), "data.train=https://host/a.tar", True
+    public = 'data.train="https://host/a.tar"'
+    assert first.sweep == entry.Sweep((public, "seed=0"), f"'{public}'", True)
+
+
+def test_a_sweep_prints_its_overrides_as_they_can_be_typed_again():
+    texts = ("~data.val", "name='a b'", "data.allow_remote=[https]", "logger.tags=")
+    first, _ = entry.swept_runs(
+        None, [ComposedRun(texts, None), ComposedRun((), None)], is_here=True
     )
+    assert first.sweep.overrides == texts and tuple(shlex.split(first.sweep.own)) == texts
 
 
 SHARDS = "data=shards data.train=data/shapes/train-*.tar data.val=data/shapes/val-*.tar"
