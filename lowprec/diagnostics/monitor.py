@@ -48,15 +48,16 @@ def watch(
     taken as they are: there, `grad_norm` is before its clipping.
 
     Nothing is read back to the host within a step: every `flush` steps, one copy fetches all
-    numbers. A step that a GradScaler skips is not counted, or, by a fused optimizer, has RMS_t NaN.
+    numbers. A step that a GradScaler skips is not counted (see `Monitor.drop_losses`), or, by a
+    fused optimizer, has RMS_t NaN.
     Rows of FSDP2's shards describe whole tensors, so that all processes must watch; under DDP the
     processes have equal statistics.
 
     Args:
         model: names the parameters.
-        optimizer: StableAdamW, torch.optim.AdamW or Adam (foreach, fused and capturable, too), or
-            another one whose state has `step`, `exp_avg` and `exp_avg_sq`; accelerate's and
-            Lightning's wrappers of them, too.
+        optimizer: StableAdamW, torch.optim.AdamW, Adam without weight decay (foreach, fused and
+            capturable, too), or another one whose state has `step`, `exp_avg` and `exp_avg_sq` of
+            the gradient; accelerate's and Lightning's wrappers of them, too.
         every: steps between records of the tensors; the first step is always recorded.
         flush: steps between copies to the host, and between reports of spikes.
         step: steps taken before, in a resumed run.
@@ -67,8 +68,8 @@ def watch(
 
     Raises:
         ValueError: an unknown protocol, a number out of bounds, or parameters on several devices;
-            at a step, an optimizer that has no such state, uses amsgrad, or has got further
-            parameters since.
+            at a step, an optimizer that has no such state, uses amsgrad, adds weight decay to
+            the gradient, as Adam does, or has got further parameters since.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -136,6 +137,15 @@ class Monitor:
             loss = torch.full((), loss, dtype=torch.float32, device=self.device)
         self._losses.append(loss.clone())
 
+    def drop_losses(self) -> None:
+        """Drops the losses given since the last step.
+
+        Call it after a step that a GradScaler has skipped without calling the optimizer, which no
+        hook sees: `scaler.get_scale()` is lower after `scaler.update()`. Otherwise the next step's
+        loss includes them.
+        """
+        self._losses = []
+
     @torch.no_grad()
     def read(self) -> None:
         """Records the optimizer's last step.
@@ -156,13 +166,14 @@ class Monitor:
     def flush(self) -> None:
         """Fetches the recorded steps, looks for spikes and logs those it finds."""
         steps, scalars, tables = self._buffer.fetch()
-        rms, lrs, self._lrs = tables[:, :, WATCHED.index("rms")], self._lrs, []
+        rms, lrs = tables[:, :, WATCHED.index("rms")], _on_host(self._lrs)
+        self._lrs = []
         for step, lr, values, table in zip(steps, lrs, scalars, tables, strict=True):
-            row = {"step": step, "lr": float(lr)}
+            row = {"step": step, "lr": lr}
             row |= dict(zip(SCALARS, map(float, values), strict=True))
             self._largest_lr = max(self._largest_lr, row["lr"])
             if is_sampled(step, self.every):
-                self._tables.append((step, table))
+                self._tables.append((step, table.copy()))  # not a view of the steps left out
             else:
                 del row["grad_norm"]
             self._rows.append(row)
@@ -196,8 +207,8 @@ class Monitor:
         per tensor on the host. A resumed run, watched with its `step`, may write into its folder
         again: of a step that is there twice, the later row counts. `config` has keys of
         `lowprec.config.schema` that tell runs apart, such as
-        {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}; later calls remember them.
-        After an error, the rows remain, and another folder can take them.
+        {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}, and the monitor remembers
+        them. After an error, the rows remain, and another folder can take them.
 
         Raises:
             RunError: the folder has a run that `save` has not written or, for a run that was
@@ -272,7 +283,7 @@ class Monitor:
         """The global gradient norm, 0-d, and [tensors, WATCHED]."""
         optimizer, params = self.optimizer, self._params()
         if len(params) != len(self.names):
-            raise ValueError("the optimizer has got further parameters: watch it again")
+            raise ValueError("the optimizer has got further parameters: close() and watch again")
         if isinstance(optimizer, StableAdamW):
             return optimizer.grad_norm, optimizer.statistics[:, : len(WATCHED)]
         rows = tuple(i for i, p in enumerate(params) if p.grad is not None and p.numel())
@@ -310,6 +321,13 @@ class Monitor:
         groups, device = self.optimizer.param_groups, self.device
         if any(group.get("amsgrad") for group in groups):
             raise ValueError("amsgrad=True: its update is not that of exp_avg_sq")
+        for group in groups:
+            decay = group.get("weight_decay")
+            if decay and group.get("decoupled_weight_decay") is False:
+                raise ValueError(
+                    f"weight_decay={decay}: {type(self.optimizer).__name__} adds it to the "
+                    "gradient before the moments; watch AdamW instead"
+                )
         of_groups = [
             torch.stack([lr_on_device(x, device) for x in (g["lr"], g["eps"], *g["betas"])])
             for g in groups
@@ -349,8 +367,21 @@ class Monitor:
 
 
 def _inside(model: nn.Module) -> nn.Module:
-    """The model inside of DDP."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The model inside of DDP and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _on_host(numbers: list[Tensor | float]) -> list[float]:
+    """One copy for all numbers that are tensors."""
+    tensors = [x.reshape(()) for x in numbers if isinstance(x, Tensor)]
+    fetched = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(fetched) if isinstance(x, Tensor) else float(x) for x in numbers]
 
 
 def _nested(config: dict) -> dict:

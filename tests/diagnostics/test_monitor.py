@@ -4,6 +4,7 @@ import importlib
 import logging
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,18 @@ class Forbidden(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Counted(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("kind", ["foreach", "fused", "lr as a tensor", "StableAdamW"])
 def test_nothing_is_read_back_before_the_flush(kind):
     model, optimizer = make(KINDS[kind][0], **KINDS[kind][1])
@@ -230,15 +243,83 @@ def test_a_scaler_unscales_and_skips(kind):
             assert row[key] == pytest.approx(other[key], rel=1e-5), key
 
 
+def test_losses_of_a_skipped_step_can_be_dropped():
+    model, optimizer = make()
+    monitor, scaler = watch(model, optimizer), torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 2:
+            model[0].weight.grad[0, 0] = math.inf
+        monitor.loss(float(step))
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            monitor.drop_losses()
+    assert [row["loss"] for row in monitor.rows()] == [1.0, 3.0]
+
+
+def test_losses_and_rates_are_copied_when_given():
+    model, optimizer = make(lr=torch.tensor(1.0), foreach=False)
+    monitor, loss = watch(model, optimizer), torch.zeros(())
+    for step in (1, 2, 3):
+        loss.fill_(step)
+        optimizer.param_groups[0]["lr"].fill_(1 / step)
+        monitor.loss(loss)
+        loss.fill_(9.0)
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert [row["loss"] for row in monitor.rows()] == [1.0, 2.0, 3.0]
+    assert [row["lr"] for row in monitor.rows()] == pytest.approx([1.0, 0.5, 1 / 3])
+
+
+def test_rates_are_fetched_at_once():
+    model, optimizer = make(lr=torch.tensor(1e-2), foreach=False)
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1, 2])
+    optimizer.param_groups[0]["lr"] = 1e-3
+    take(model, optimizer, monitor, [3])
+    with Counted() as counted:
+        monitor.flush()
+    assert not counted.names["_local_scalar_dense"]  # a wait for each number
+    assert [row["lr"] for row in monitor.rows()] == pytest.approx([1e-2, 1e-2, 1e-3])
+
+
+def test_only_the_tables_of_recorded_steps_stay_in_memory():
+    model, optimizer = make()
+    monitor = watch(model, optimizer, every=10, flush=10)
+    take(model, optimizer, monitor, range(1, 21))
+    monitor.flush()
+    held = [table if table.base is None else table.base for _, table in monitor._tables]
+    size = 4 * len(monitor.names) * len(STATISTICS)
+    assert [table.nbytes for table in held] == [size] * 3
+
+
 def test_a_wrapped_optimizer_and_model_are_looked_into():
     model, optimizer = make()
     wrapper = type("Wrapper", (torch.optim.Optimizer,), {"__init__": lambda self: None})()
     wrapper.optimizer = optimizer
+    outer = type(wrapper)()
+    outer.optimizer = wrapper
     compiled = nn.Sequential(torch.compile(model, backend="eager"))
-    monitor = watch(compiled, wrapper)
+    monitor = watch(compiled, outer)
     loss_of(model, 1).backward()
     optimizer.step()
     assert monitor.step == 1 and monitor.names[0] == "0.0.weight"
+
+
+def test_the_model_in_compile_and_ddp_is_named(monkeypatch):
+    wrap = type("Wrap", (nn.Module,), {"forward": lambda self, x: self.module(x)})
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", wrap)  # without processes
+    model, optimizer = make()
+    for is_inside in (False, True):
+        wrapped = wrap()
+        wrapped.module = torch.compile(model, backend="eager") if is_inside else model
+        wrapped = torch.compile(wrapped, backend="eager")
+        monitor = watch(wrapped, optimizer)
+        assert monitor.model_name == "Sequential" and monitor.names[0] == "0.weight"
+        monitor.close()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
@@ -262,11 +343,16 @@ def test_what_cannot_be_watched_is_refused():
     halves = [*model.parameters(), nn.Parameter(torch.zeros(2, device="meta"))]
     with pytest.raises(ValueError, match="one device"):
         watch(model, torch.optim.AdamW(halves))
-    model, optimizer = make(amsgrad=True)
-    loss_of(model, 1).backward()
-    watch(model, optimizer)
-    with pytest.raises(ValueError, match="amsgrad=True"):
-        optimizer.step()
+    for kind, option, fault in (
+        (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True: "),
+        (torch.optim.Adam, {"weight_decay": 0.1}, "weight_decay=0.1: Adam adds it to the gradient"),
+    ):
+        model, optimizer = make(kind, weight_decay=0.0)
+        optimizer.param_groups[1] |= option  # any group counts
+        loss_of(model, 1).backward()
+        watch(model, optimizer)
+        with pytest.raises(ValueError, match=fault):
+            optimizer.step()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     watch(model, optimizer)
     with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq"):
@@ -274,7 +360,7 @@ def test_what_cannot_be_watched_is_refused():
     _, optimizer = make()
     watch(model, optimizer)
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "param_names": ["x"]})
-    with pytest.raises(ValueError, match="further parameters"):
+    with pytest.raises(ValueError, match=r"further parameters: close\(\) and watch again"):
         optimizer.step()
 
 
@@ -396,15 +482,35 @@ def test_a_resumed_run_continues_its_directory(tmp_path):
     model, optimizer = make()
     monitor = watch(model, optimizer)
     take(model, optimizer, monitor, range(1, 7))
+    first = monitor.rows()
     monitor.save(tmp_path / "run")
     resumed = watch(model, optimizer, step=4)  # from a checkpoint of step 4
     monitor.close()
     take(model, optimizer, resumed, range(5, 10))
+    twice = {step: row for row in first + resumed.rows() if (step := row["step"])}
     resumed.save(tmp_path / "run")
     runs = load_runs(tmp_path / "run")
     assert runs.metrics["step"].tolist() == list(range(1, 10))
-    assert len(runs.series("0.weight", "rms")) == 9
-    assert runs.series("0.weight", "rms")[5:6].tolist() != [0.0]
+    expected = [twice[step] for step in range(1, 10)]
+    assert runs.metrics["loss"].tolist() == [row["loss"] for row in expected]
+    rms = runs.series("0.weight", "rms").tolist()
+    assert rms == [row["rms/0.weight"] for row in expected]
+    assert rms[4:6] != [row["rms/0.weight"] for row in first[4:6]]  # steps 5 and 6
+
+
+def test_later_saves_keep_the_seed_and_the_largest_rate(tmp_path):
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    monitor.save(tmp_path, {"seed": 3})
+    monitor.close()
+    optimizer.param_groups[0]["lr"] = 1e-4  # at the end of a schedule
+    resumed = watch(model, optimizer, step=1)
+    for step, given in ((2, {"seed": 3}), (3, None)):
+        take(model, optimizer, resumed, [step])
+        resumed.save(tmp_path, given)
+    [head] = load_runs(tmp_path).runs.to_dict("records")
+    assert (head["seed"], head["optimizer.lr"], head["num_steps"]) == (3, 1e-2, 3)
 
 
 def example(word, **names):
