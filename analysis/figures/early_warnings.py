@@ -87,7 +87,8 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
 def deviations(values: np.ndarray, window: int) -> np.ndarray:
     """[steps]: how many standard deviations each value is above the mean of the `window` before it.
 
-    NaN for the first two steps, where a value is not finite, and where all before it are equal.
+    NaN for the first two steps, where a value is NaN, and where all before it are equal; inf where
+    a value is. A window leaves out values that are not finite.
     """
     before = pd.Series(np.where(np.isfinite(values), values, np.nan)).shift(1)
     before = before.rolling(window, min_periods=2)

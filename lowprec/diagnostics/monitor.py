@@ -119,6 +119,8 @@ class Monitor:
         self._losses: list[Tensor] = []
         self._lrs: list[Tensor | float] = []
         self._largest_lr = 0.0
+        self._has_loss = False  # whether the last step was given one
+        self._last_loss = 0.0  # at the last flush
         self._given: dict = {}  # to `save`
         self._saved_to: Path | None = None
         self._is_resumed = step > 0
@@ -155,6 +157,7 @@ class Monitor:
         if self._buffer.is_full:
             self.flush()
         self.step += 1
+        self._has_loss = bool(self._losses)
         norm = torch.full((), math.nan, device=self.device)
         table = norm.expand(len(self.names), len(WATCHED))
         if is_sampled(self.step, self.every):
@@ -177,6 +180,8 @@ class Monitor:
             else:
                 del row["grad_norm"]
             self._rows.append(row)
+        if steps:
+            self._last_loss = row["loss"] if self._has_loss else 0.0
         spikes = self._detector.feed(steps, scalars[:, 0], rms)
         self.spikes += spikes
         self._unwritten += spikes
@@ -184,8 +189,8 @@ class Monitor:
             if event["spike"] == "loss":
                 logger.warning("loss spike at step %d: %.4g", event["step"], event["loss"])
 
-    def rows(self) -> list[dict]:
-        """A dict for each step that no `save` has written: what the harness records.
+    def rows(self, since: int = 0) -> list[dict]:
+        """A dict for each step after `since` that no `save` has written: what the harness records.
 
         `step`, `loss` (NaN if none was given), `lr` of the first group and, at recorded steps,
         `grad_norm` over all tensors and `<statistic>/<name>` of each.
@@ -198,13 +203,15 @@ class Monitor:
             if row["step"] in tables
             else dict(row)
             for row in self._rows
+            if row["step"] > since
         ]
 
     def save(self, folder: str | Path, config: dict | None = None) -> None:
         """Adds the steps since the last call to a run directory, which `analysis` reads.
 
         Call it at checkpoints and at the end, in one process; until then, a step takes 12 bytes
-        per tensor on the host. A resumed run, watched with its `step`, may write into its folder
+        per tensor on the host. The run is "finished", or "diverged" if the last step's loss is not
+        finite. A resumed run, watched with its `step`, may write into its folder
         again: of a step that is there twice, the later row counts. `config` has keys of
         `lowprec.config.schema` that tell runs apart, such as
         {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}, and the monitor remembers
@@ -254,7 +261,10 @@ class Monitor:
                 steps, values = zip(*self._tables, strict=True)
                 statistics = dict(zip(WATCHED, np.stack(values).transpose(2, 0, 1), strict=True))
                 record.append_tensors(steps, statistics, self.names)
-            record.status("finished", self.step)
+            if math.isfinite(loss := self._last_loss):
+                record.status("finished", self.step)
+            else:  # as in the harness
+                record.status("diverged", self.step, f"the loss is {loss} at step {self.step}")
         finally:
             record.close()
         self._rows, self._tables, self._unwritten = [], [], []

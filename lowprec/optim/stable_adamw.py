@@ -70,7 +70,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             float64, not contiguous, smaller than `min_8bit_size` elements or, by name or module, in
             `override_32bit` keep their moments. ValueError if a parameter is sharded.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
-            ("step") or only its own ("tensor").
+            ("step") or only its own ("tensor"). A torch.amp.GradScaler skips whole steps in either
+            case, and calls `step()` then only if `fused=True`: otherwise, the attributes below
+            stay as they were, `statistics` and `all_finite` None before the first update.
         fused: None uses the Triton kernels if all tensors are dense, float32, bfloat16 or float16,
             on one GPU, with gradients and a state of the same shape and order in memory; otherwise
             plain torch, with a warning on a GPU. False: always plain torch. True: ValueError if

@@ -20,7 +20,7 @@ from lowprec.diagnostics import monitor as monitor_module
 from lowprec.diagnostics import watch
 from lowprec.diagnostics.spikes import PROTOCOLS
 from lowprec.optim import StableAdamW, fused
-from lowprec.runs.read import read_rows
+from lowprec.runs.read import read_rows, read_status
 from lowprec.runs.tables import read_tensors
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -496,6 +496,33 @@ def test_a_resumed_run_continues_its_directory(tmp_path):
     rms = runs.series("0.weight", "rms").tolist()
     assert rms == [row["rms/0.weight"] for row in expected]
     assert rms[4:6] != [row["rms/0.weight"] for row in first[4:6]]  # steps 5 and 6
+
+
+def test_rows_for_a_dashboard_are_those_after_a_step():
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, range(1, 6))
+    assert monitor.rows(since=3) == monitor.rows()[3:] and len(monitor.rows(since=3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "state", "reason"),
+    [(math.nan, "diverged", "the loss is nan at step 2"), (None, "finished", "")],
+)
+def test_a_run_whose_last_loss_is_not_finite_diverged(tmp_path, loss, state, reason):
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    if loss is not None:
+        monitor.loss(loss)
+    optimizer.step()
+    for _ in range(2):  # at a checkpoint, and at the end
+        monitor.save(tmp_path)
+        status = read_status(tmp_path)
+        assert (status["state"], status["reason"], status["step"]) == (state, reason, 2)
+    take(model, optimizer, monitor, [3])
+    monitor.save(tmp_path)
+    assert read_status(tmp_path)["state"] == "finished"
 
 
 def test_later_saves_keep_the_seed_and_the_largest_rate(tmp_path):

@@ -277,6 +277,17 @@ def test_torchs_scaler_unscales_lets_clip_and_skips():
     assert scaler.get_scale() == 512.0 and ours.steps == [2.0] * 4
 
 
+def test_torchs_scaler_skips_whole_steps_and_a_skipped_first_one_leaves_no_statistics():
+    optimizer = StableAdamW(make_params(), **ADAMW, skip="tensor")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = [p.detach().clone() for p in params_of(optimizer)]
+    set_grads(optimizer, 1, scaler.scale(torch.ones(())).item())
+    params_of(optimizer)[0].grad.fill_(math.inf)
+    scaler.step(optimizer)
+    assert all(map(torch.equal, params_of(optimizer), before))
+    assert optimizer.statistics is None and optimizer.all_finite is None
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own warnings
 def test_lightning_clips_the_gradients():
     import lowprec.clip  # noqa: F401 (a CPU build of torch can then import torchvision)
