@@ -180,7 +180,7 @@ def _of_runs(
     rest = table.loc[~is_drawn, ["path", "note", "state"]]
     left_out = [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
     if drawn.empty:
-        to_make = f"to make runs: {command(name, scale)}"
+        to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()

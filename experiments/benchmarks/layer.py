@@ -20,6 +20,7 @@ from experiments.benchmarks.configs import LayerConfig
 from experiments.benchmarks.measure import Lines, Unable, check_error, median_ms
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
 from lowprec import ops
+from lowprec.config.check import ConfigError
 from lowprec.formats import parse_format
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import RECIPES
@@ -53,8 +54,10 @@ class Shape(NamedTuple):
 def main(config: LayerConfig) -> None:
     """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
-    lines = Lines(config.run_dir, "layer", device, PACKAGES)
     modes = [mode for mode in config.modes if device.type == "cuda" or mode != "graph"]
+    if not modes:
+        raise ConfigError([f"modes=[{','.join(config.modes)}]: without a GPU, eager alone runs"])
+    lines = Lines(config.run_dir, "layer", device, PACKAGES)
     for dim in config.dims:
         shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
         facts = {"direction": "both", "dim": dim, "tokens": config.tokens}

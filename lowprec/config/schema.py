@@ -30,6 +30,7 @@ LOGGERS = {  # and the packages that they need
     "trackio": "trackio",
 }
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
+RETIRED = ("optimizer.on_warning", "optimizer.stable_embedding")  # groups and keys of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",

@@ -46,7 +46,8 @@ class Layers(list[Layer]):
         treatments: by layer's name, what became of it. Where nothing has shown that the forward
             pass calls a layer, it is "unchecked".
         share: share of the multiply-adds per token that quantized layers compute, of those of all
-            linear layers, Conv1D and experts (see `other_weights`).
+            linear layers, Conv1D and experts (see `other_weights`). Of linear layers in an
+            nn.ModuleList named `experts`, the share that a token meets counts.
         blocks: names of the model's repeated blocks.
         compiled, checkpointed: names of the blocks that are compiled, and checkpointed.
         fused: names of the MLPs that run as one function.
@@ -78,7 +79,8 @@ class Layers(list[Layer]):
                 elif not is_int8(module):
                     self.treatments[name] = "16 bit, not in `where` or not supported"
         self.num_layers, self.num_quantized = len(linear), sum(map(_is_quantized, linear))
-        others, sizes = other_weights(model), {module: _num_weights(module) for module in linear}
+        others, shares = other_weights(model), _shares_of_tokens(model)
+        sizes = {module: _num_weights(module) * shares.get(module, 1) for module in linear}
         total = max(sum(sizes.values()) + sum(others.values()), 1)
         self.share = sum(size for m, size in sizes.items() if _is_quantized(m)) / total
         self._has_others = bool(others)
@@ -149,17 +151,32 @@ def other_weights(model: nn.Module) -> dict[str, int]:
     By name, those of transformers' Conv1D and of experts: parameters [experts, ., .] of which a
     token meets `num_experts_per_tok`, as the config of a transformers model says, else all.
     """
-    counts, config = {}, getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    counts, per_token = {}, _experts_per_token(model)
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D" and module.weight.ndim == 2:
             counts[name] = module.weight.numel()
         elif "expert" in f"{name} {type(module).__name__}".lower():
             for weight, p in module.named_parameters(recurse=False):
                 if p.ndim == 3:
-                    used = getattr(config, "num_experts_per_tok", None) or len(p)
+                    used = per_token or len(p)
                     counts[f"{name}.{weight}" if name else weight] = p[0].numel() * used
     return counts
+
+
+def _experts_per_token(model: nn.Module) -> int | None:
+    """How many experts a token meets, as the config of a transformers model says."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "num_experts_per_tok", None)
+
+
+def _shares_of_tokens(model: nn.Module) -> dict[nn.Module, float]:
+    """The share of tokens that each module of an nn.ModuleList named `experts` sees."""
+    shares, per_token = {}, _experts_per_token(model)
+    for name, module in model.named_modules():
+        if per_token and isinstance(module, nn.ModuleList) and f".{name}".endswith(".experts"):
+            shares |= dict.fromkeys(module.modules(), per_token / len(module))
+    return shares
 
 
 def _num_weights(module: nn.Module) -> int:

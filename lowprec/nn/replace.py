@@ -88,7 +88,7 @@ def apply_recipe(
         layers.append(Layer(layer, *shape, swapped, gains, called))
         _set_settings(module, settings if swapped else None)
     fuse(model)
-    _leave_fast_path(model)
+    _set_fast_path(model)
     if calls is None and any(layer.swapped for layer in layers):
         coverage.check_first_forward(model)
     return Layers(model, recipe, layers)
@@ -244,13 +244,24 @@ def replace_attention(model: nn.Module) -> None:
                     module.causal = is_causal and not adds_padding
 
 
-def _leave_fast_path(model: nn.Module) -> None:
-    """Lets PyTorch's encoders call their low-precision layers in evaluation, too."""
+def _set_fast_path(model: nn.Module) -> None:
+    """Lets PyTorch's encoders call their low-precision layers in evaluation, too.
+
+    An encoder without such layers gets back the fast path that an earlier recipe took from it.
+    """
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder | nn.TransformerEncoderLayer):
-            if any(isinstance(child, LowPrecisionLinear) for child in module.modules()):
-                module.activation_relu_or_gelu = 0  # a condition of a layer's fast path
-                module.use_nested_tensor = False  # the encoder's
+        if isinstance(module, nn.TransformerEncoderLayer):
+            condition, off = "activation_relu_or_gelu", 0
+        elif isinstance(module, nn.TransformerEncoder):
+            condition, off = "use_nested_tensor", False
+        else:
+            continue
+        before = f"_{condition}_before"
+        if any(isinstance(child, LowPrecisionLinear) for child in module.modules()):
+            vars(module).setdefault(before, getattr(module, condition))
+            setattr(module, condition, off)
+        elif before in vars(module):
+            setattr(module, condition, vars(module).pop(before))
 
 
 def _is_block_attention(model: nn.Module, name: str) -> bool:

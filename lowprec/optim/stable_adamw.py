@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lowprec.ops.launch import on_device
 from lowprec.optim.adamw_update import (
     Hyperparameters,
     PlainStep,
@@ -196,7 +197,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             return loss
         params = [all_params[i] for i in rows]
         device = params[0].device
-        with torch.cuda.device_of(params[0]):  # kernels launch on the current device
+        with on_device(device):  # kernels launch on the current device
             update_all = self._plain_or_fused(params, rows)
             grad_scale = getattr(self, "grad_scale", None)  # set and deleted by GradScaler
             one = torch.ones((), dtype=torch.float32, device=device)

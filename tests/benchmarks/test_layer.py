@@ -8,6 +8,7 @@ import torch
 from experiments.benchmarks import layer as bench_layer
 from experiments.benchmarks.configs import MODES, OURS, LayerConfig
 from experiments.benchmarks.peers import LINEAR_PEERS, LinearPeer
+from lowprec.config.check import ConfigError
 from lowprec.nn.linear import LowPrecisionLinear
 
 
@@ -31,6 +32,11 @@ def test_recipes_have_times(measure):
         assert line["shape"] == "64x16x64 + 64x64x16"
         ratio = measured["linear"]["ms"] / line["ms"]
         assert line["ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+def test_modes_of_which_none_runs_are_refused(measure):
+    with pytest.raises(ConfigError, match=r"modes=\[graph\]: without a GPU, eager alone runs"):
+        measure(modes=["graph"])
 
 
 def test_one_layer_is_in_memory_at_a_time(measure, monkeypatch):

@@ -61,17 +61,28 @@ def test_recipes_in_a_row_check_the_first_forward_once():
     unchecked(x)
 
 
+def flags(module):
+    """The conditions of PyTorch's fast paths, and other numbers that a module keeps."""
+    return {n: x for n, x in vars(module).items() if isinstance(x, int) and n != "training"}
+
+
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 @pytest.mark.parametrize("layers", [None, 2])
 def test_pytorchs_encoder_calls_its_layers_in_evaluation(layers):
     model = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
     if layers:
         model = nn.TransformerEncoder(model, layers)
+    before = [flags(module) for module in model.modules()]
     x, padding = torch.randn(2, 5, 64), torch.arange(5).repeat(2, 1) > 2
     with torch.no_grad():
         expected = model.eval()(x, src_key_padding_mask=padding)
         apply_recipe(model, "switchback", ["linear1", "linear2"])
         outputs = [model(x, src_key_padding_mask=padding)[:, :3] for _ in range(2)]
+        for recipe in ("switchback", "high"):  # the second call finds it off
+            apply_recipe(model, recipe, ["linear1", "linear2"])
+        restored = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(restored[:, :3], expected[:, :3])
+    assert before == [flags(module) for module in model.modules()]
     assert torch.equal(*outputs)
     error = (outputs[0] - expected[:, :3]).norm() / expected[:, :3].norm()
     assert 1e-4 < error < 0.02
@@ -198,3 +209,12 @@ def test_model_with_unchecked_layers_compiles_to_one_graph(compile_blocks):
         outputs = [model(x) for _ in range(3)]
     assert torch.equal(outputs[0], outputs[2])
     assert not (compile_blocks and model._forward_pre_hooks)  # nothing is left to do per forward
+
+
+def test_a_token_meets_some_of_the_experts_that_are_linear_layers():
+    experts = nn.ModuleList(nn.Sequential(OrderedDict(fc1=nn.Linear(64, 64))) for _ in range(8))
+    model = nn.Sequential(nn.ModuleDict({"gate": nn.Linear(64, 64), "experts": experts}))
+    model.config = SimpleNamespace(num_experts_per_tok=2)
+    assert apply_recipe(model, "switchback", "fc1").share == pytest.approx(2 / 3)
+    model.config = None
+    assert apply_recipe(model, "switchback", "fc1").share == pytest.approx(8 / 9)
