@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.measure import Lines
-from lowprec.config.check import RunError
+from lowprec.config.check import RunError, refuse_retired_model
 from lowprec.data.open import open_data
 from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
@@ -51,6 +51,7 @@ def capture(
     weights are those of another run's checkpoint.
     """
     trained = read_config(run)
+    refuse_retired_model(trained)
     if checkpoint == 0 and (source := trained.resume.from_):
         raise RunError(f"{run} started from {source}, not from initial weights: measure that run")
     trained.device, trained.num_workers = device, 0

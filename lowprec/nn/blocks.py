@@ -135,8 +135,9 @@ def _checkpointed(block: nn.Module, patched: Callable | None, *args: Any, **kwar
     if torch.is_grad_enabled() and caches:
         if not block.training:
             return forward(*args, **kwargs)
-        layer = [m.layer_idx for m in block.modules() if hasattr(m, "layer_idx")][:1]
-        if any(cache.get_seq_length(*layer) for cache in caches):
+        numbers = (getattr(module, "layer_idx", None) for module in block.modules())
+        number = next((n for n in numbers if n is not None), 0)
+        if any(cache.get_seq_length(number) for cache in caches):
             raise ValueError(
                 "a checkpointed block cannot train with a cache that holds keys and values, such "
                 "as those of prefix tuning: prepare_for_training(..., checkpointing=False)"

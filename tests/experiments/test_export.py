@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from experiments import evaluate, export
+from experiments import evaluate, export, quant_noise
 from experiments.evaluate import ChosenEvaluation, EvaluateConfig, EvaluatedPrecision
 from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
@@ -116,6 +116,7 @@ def test_a_run_of_a_removed_layer_is_refused_with_its_name(exported):
         lambda: export.main(ExportConfig("runs/plain", "folder")),
         lambda: export.main(ExportConfig("runs/plain", "int8.safetensors", int8)),
         lambda: evaluate.main(EvaluateConfig("runs/plain", device="cpu")),
+        lambda: quant_noise.capture(Path("runs/plain"), "cpu"),
     ]
     for command in commands:
         with pytest.raises(ConfigError, match="trained with optimizer.stable_embedding, which was"):
