@@ -14,7 +14,7 @@ from analysis import cli, paper, spike_marks
 from analysis.cli import ChoiceError
 from analysis.comparison import counted
 from analysis.load import load_runs
-from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, relative_rms, rms_spikes
+from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, loss_spikes, relative_rms, rms_spikes
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
@@ -41,8 +41,12 @@ def _summary_lines(
 ) -> list[str]:
     rms, num_spikes = series.rms_of(tensor), counted(len(spikes), "loss spike")
     late = rms[protocol.ignore_steps :]
+    single = [] if len(spikes) else _single_outliers(series, protocol)
     if np.isnan(late).all():
-        return [f"{num_spikes} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."]
+        names = ", ".join(list(series.rms)[:NUM_TENSORS])
+        others = [f"--tensor chooses others, such as {names}."] if names else []
+        text = f"{num_spikes} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."
+        return [text, *single, *others]
     counts = f"{counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
     if reason := spike_marks.why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
@@ -50,9 +54,23 @@ def _summary_lines(
     rho = np.fmax.reduce(relative_rms(rms, series.beta2)[protocol.ignore_steps :])
     return [
         f"{num_spikes} and {counts} in {len(rms):,} steps.",
+        *single,
         f"Largest RMS_t: {np.nanmax(late):.3g} at step {step}; largest rho = RMS_t sqrt(1 - "
         f"beta2): {rho:.3g} (at most 1).",
         *(_lead_lines(series, protocol, rms, spikes) if len(spikes) else []),
+    ]
+
+
+def _single_outliers(series: spike_marks.Series, protocol: Protocol) -> list[str]:
+    """A line on losses that would be spikes if one outlier were enough; none if there are none."""
+    steps = np.flatnonzero(loss_spikes(series.loss, replace(protocol, num_deviations=1)))
+    if not len(steps):
+        return []
+    highest = steps[np.argmax(series.loss[steps])]
+    return [
+        f"{counted(len(steps), 'single outlier')}, the highest {series.loss[highest]:.4g} at step "
+        f"{highest + 1}: a loss spike has {protocol.num_deviations} within {protocol.within} steps "
+        "(--num-deviations 1 counts single ones)."
     ]
 
 

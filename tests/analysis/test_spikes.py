@@ -203,6 +203,19 @@ def test_short_run_names_the_option_that_changes_it(make_run, capsys):
     assert re.search("Nothing was examined: 60 steps .*--window N", out)
 
 
+def test_a_single_outlier_is_named_where_no_loss_spikes(make_run, capsys):
+    losses = 2 + 0.01 * np.sin(np.arange(300))
+    losses[149] = 50
+    run = str(make_run(num_steps=300, losses=losses))
+    arguments = ["--run", run, "--ignore-steps", "100", "--window", "50"]
+    assert spikes.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "1 single outlier, the highest 50 at step 150: a loss spike has 2 within 10 steps" in out
+    assert spikes.main([*arguments, "--num-deviations", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "1 loss spike and" in out and "single outlier" not in out
+
+
 def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys):
     run = plant()
     (run / "tensors.parquet").unlink()
@@ -223,7 +236,8 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     assert spikes.main(["--run", str(run.parent)]) == 0
     out = capsys.readouterr().out
     assert f"3 loss spikes in 2,000 steps; RMS_t of {CONV1} is not recorded there." in out
-    assert out.count("By chance") == 1 and C_FC in out  # of the other run
+    assert f"--tensor chooses others, such as {C_FC}." in out
+    assert out.count("By chance") == 1  # of the other run
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
 
