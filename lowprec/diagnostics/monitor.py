@@ -233,11 +233,8 @@ class Monitor:
                 "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
             ) from error
         folder = Path(folder).resolve()
-        path, has_rows = folder / "config.yaml", (folder / "metrics.jsonl").exists()
-        header, _, text = (
-            path.read_text(errors="replace").partition("\n") if path.exists() else ("", "", "")
-        )
-        if (path.exists() or has_rows) and header != HEADER:
+        earlier, has_rows = _config_of(folder), (folder / "metrics.jsonl").exists()
+        if earlier == {} or (has_rows and earlier is None):
             raise RunError(f"{folder} has a run that watch did not record: save elsewhere")
         if has_rows and not self._is_resumed and self._saved_to != folder:
             raise RunError(
@@ -245,8 +242,8 @@ class Monitor:
                 "after N steps"
             )
         self.flush()
-        if text:  # a resumed run sees only the end of a schedule
-            self._largest_lr = max(self._largest_lr, json.loads(text)["optimizer"].get("lr", 0.0))
+        if earlier:  # a resumed run sees only the end of a schedule
+            self._largest_lr = max(self._largest_lr, earlier["optimizer"].get("lr", 0.0))
         given = self._given | (config or {})
         config = self._config(folder.name) | given
         require_values(config)
@@ -392,6 +389,15 @@ def _on_host(numbers: list[Tensor | float]) -> list[float]:
     tensors = [x.reshape(()) for x in numbers if isinstance(x, Tensor)]
     fetched = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(fetched) if isinstance(x, Tensor) else float(x) for x in numbers]
+
+
+def _config_of(folder: Path) -> dict | None:
+    """The config that `save` has written there: {} if it is another's, None if there is none."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        return None
+    header, _, text = path.read_text(errors="replace").partition("\n")
+    return json.loads(text) if header == HEADER else {}
 
 
 def _nested(config: dict) -> dict:

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
+from analysis.panels import legend_below
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
@@ -104,7 +106,18 @@ def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
         [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=x, hue="optimizer.beta2"))
     box = ax.figure.legends[0].get_window_extent()
     assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
-    assert 0 <= box.x0 and box.x1 <= ax.figure.bbox.x1
+
+
+def test_a_legend_of_long_names_is_as_wide_as_the_figure_at_most():
+    with style():
+        figure, ax = plt.subplots(layout="constrained", figsize=(4, 3))
+        for n in range(5):
+            ax.plot([0, 1], label=f"a recipe with a long name, number {n}")
+        legend_below(figure, [ax])
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 and box.x1 <= figure.bbox.x1
+    plt.close(figure)
 
 
 def test_names_of_tensors_and_timing_are_drawn(runs):
