@@ -15,9 +15,6 @@ with 1 if a run has no result. `resubmit` submits runs that failed or were lost 
 cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
 `launcher=`, and `dry_run=true`.
 `<verb> --help` lists a verb's options.
-
-The environment variable LOWPREC_ALERT may hold a command, which gets a sentence when a run spikes,
-collapses, fails or ends.
 """
 
 import inspect

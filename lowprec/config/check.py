@@ -73,6 +73,10 @@ def retired_faults(config: Config) -> list[str]:
             "optimizer.stable_embedding was removed; use "
             "optimizer.override_32bit=['*token_embedding'] for its 32-bit moments"
         )
+    if config.remote_sync is not None:
+        faults.append(
+            "remote_sync was removed; lowprec/train/README.md has a command that copies run_dir"
+        )
     return faults
 
 

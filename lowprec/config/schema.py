@@ -30,7 +30,7 @@ LOGGERS = {  # and the packages that they need
     "trackio": "trackio",
 }
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
-RETIRED = ("optimizer.on_warning", "optimizer.stable_embedding")  # groups and keys of old records
+RETIRED = ("optimizer.on_warning", "optimizer.stable_embedding", "remote_sync")  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",
@@ -317,7 +317,7 @@ class Config:
     keep_checkpoints: int | None = key(
         None, "number to keep; null: 2, then only the final weights", least=2, identity=False
     )
-    remote_sync: str | None = key(None, "URL of a folder that the run is copied to", identity=False)
+    remote_sync: str | None = key(None, "removed; of old records", identity=False)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

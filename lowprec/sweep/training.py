@@ -12,7 +12,6 @@ import subprocess
 import time
 from pathlib import Path
 
-from lowprec.alert import alert
 from lowprec.runs import attempts
 from lowprec.runs.read import read_status
 from lowprec.sweep.plan import DECLINED, TRAIN, Plan
@@ -107,13 +106,11 @@ class Training:
 
     def _end(self, code: int, reason: str) -> None:
         """Says why the run has no result, unless it has one or another process trains it."""
-        directory = self.plan.directory_of(self.index)
-        has_result = self.plan.runs[self.index].result(read_status(directory, {})) is not None
+        status = read_status(self.plan.directory_of(self.index), {})
+        has_result = self.plan.runs[self.index].result(status) is not None
         if has_result or (code in (0, DECLINED) and self.plan.is_training(self.index)):
             return
         self.plan.end(self.index, reason or "ended without a result")
-        if _signal_of(code):  # training reports other failures itself
-            alert(f"{directory} failed: {reason}")
 
 
 def _rank_environments(gpus: int) -> list[dict[str, str]]:

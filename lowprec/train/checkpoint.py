@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +30,13 @@ NONSENSE = (ValueError, LookupError, AttributeError, TypeError, RecursionError, 
 class Saver:
     """Restores a run to its newest intact checkpoint and commits new ones.
 
-    Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all. `on_save()`
-    is called after each save.
+    Rank 0 chooses and verifies, all ranks read; a failure in one rank is raised in all.
     """
 
     state: TrainState
     record: Record
     config: Config
     provenance: dict
-    on_save: Callable[[], None] = lambda: None
     failures: int = 0  # consecutive ones of `save`
 
     def restore(self) -> int:
@@ -119,7 +116,6 @@ class Saver:
         else:
             self.failures = 0
             self.record.status("running", step, saved=step)
-        self.on_save()
 
 
 def save_checkpoint(

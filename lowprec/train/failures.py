@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import torch
 
-from lowprec.alert import alert
 from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.data.shards import ShardError
@@ -18,7 +17,6 @@ from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record, RecordError
 from lowprec.train import watchdog
 from lowprec.train.distributed import PeerFailed, Ranks
-from lowprec.train.remote import STOPPED_S, RemoteCopy
 
 
 @contextlib.contextmanager
@@ -47,7 +45,7 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
         raise
 
 
-def fail(error: BaseException, config: Config, record: Record, copy: RemoteCopy) -> NoReturn:
+def fail(error: BaseException, config: Config, record: Record) -> NoReturn:
     """Records why an attempt failed, then raises or exits with advice for the user."""
     interrupted = isinstance(error, KeyboardInterrupt)
     with contextlib.suppress(OSError, RecordError):  # the disk may have failed, or the run is gone
@@ -57,11 +55,6 @@ def fail(error: BaseException, config: Config, record: Record, copy: RemoteCopy)
         saved = record.last_status()["saved"]
         print(f"{record.run} stopped without saving; it will resume from step {saved}")
         sys.exit(STOPPED)
-    if not isinstance(record, NullRecord):
-        alert(f"{record.run} failed: {_reason(error)}")
-    if copy.url:
-        print(f"{record.run} failed: {_reason(error)}", flush=True)
-    copy.close(STOPPED_S)
     of_peer = isinstance(error, PeerFailed) or isinstance(error.__cause__, PeerFailed)
     if of_peer and isinstance(record, NullRecord):
         raise PeerFailed from error

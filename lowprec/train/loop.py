@@ -101,17 +101,15 @@ def train(
     progress: Progress | None = None,
     logger: Logger | None = None,
     stop: StopRequest | None = None,
-    on_save: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Trains a built run from its newest checkpoint to its end, and completes the record.
 
     The caller closes the record. `provenance` must equal the checkpoint's, see
     `refuse_mismatch`. Once `stop` is raised in any rank, all ranks save and stop after the same
-    step. `on_save` is called after each checkpoint. Returns finished, diverged, preempted (stopped)
-    or failed (too many unreadable samples).
+    step. Returns finished, diverged, preempted (stopped) or failed (too many unreadable samples).
     """
     progress = progress or Progress()
-    saver = Saver(built.state, record, built.config, provenance or {}, on_save)
+    saver = Saver(built.state, record, built.config, provenance or {})
     first = saver.restore() + 1
     metrics = MetricsBuffer(built, record, logger, progress.flushed)
     metrics.require_record(first - 1)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec.alert import alert
 from lowprec.config.schema import LIBRARIES, is_sampled
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
@@ -209,7 +208,6 @@ class MetricsBuffer:
             if collapsed := self.collapse.feed(row["step"], row["loss"]):
                 self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
                 print(f"warning: {collapsed}")
-                alert(f"{self.record.run}: {collapsed}")
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(
@@ -282,7 +280,6 @@ class MetricsBuffer:
             step = event["step"]
             if event["spike"] == "loss":
                 print(f"loss spike at step {step}: {event['loss']:.4g}")
-                alert(f"{self.record.run}: loss spike at step {step}")
                 self.spikes.append((step, "loss spike"))
             elif self.config.diagnostics.recorder.rms:
                 self.spikes.append((step, f"RMS spike of {next(iter(event['rms']))}"))

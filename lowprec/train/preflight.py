@@ -7,10 +7,8 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import fsspec
 from packaging.requirements import Requirement
 
-from lowprec import alert
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES, LOGGERS, Config
 from lowprec.data.open import batch_faults
@@ -31,7 +29,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     `planned` is the number of processes that a launcher will start for the run, if it differs from
     the current number.
     """
-    faults = data_faults(config, training) + _package_faults(config, training)
+    faults = data_faults(config, training) + _package_faults(config)
     if config.model.init_from and not _has_weights(Path(config.model.init_from)):
         faults.append(
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
@@ -67,17 +65,12 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
     return []
 
 
-def _package_faults(config: Config, training: bool) -> list[str]:
-    """What a logger, an optimizer and the alerts need and this machine lacks."""
+def _package_faults(config: Config) -> list[str]:
+    """What a logger or an optimizer needs and this machine lacks."""
     faults = []
     for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
         if name in PACKAGES and (missing := _missing(Requirement(PACKAGES[name]))):
             faults.append(f"{group}={name} needs {missing}: pip install '{PACKAGES[name]}'")
-    if training:
-        try:
-            alert.command()
-        except ValueError as error:
-            faults.append(f"LOWPREC_ALERT: {error}; for a webhook see lowprec/train/README.md")
     return faults
 
 
@@ -107,11 +100,6 @@ def _folder_faults(config: Config) -> list[str]:
     if config.resume.from_ and not os.path.isdir(config.resume.from_):
         near = nearest_path(config.resume.from_)
         faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint{near}")
-    if config.remote_sync:
-        try:
-            fsspec.get_filesystem_class(fsspec.utils.get_protocol(config.remote_sync))
-        except (ImportError, ValueError) as error:
-            faults.append(f"remote_sync={config.remote_sync}: {error}")
     for key, folder in (("run_dir", config.run_dir), ("data.cache", config.data.cache)):
         if folder is not None and (fault := _write_fault(Path(folder))):
             faults.append(f"{key}={folder[:200]}: {fault}; choose another folder")

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lowprec.alert import alert
 from lowprec.config.check import ConfigError, RunError, retired_faults
 from lowprec.config.schema import Config
 from lowprec.data.open import Data, open_data
@@ -31,7 +30,6 @@ from lowprec.runs.attempts import CheckpointError, first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity, to_dict
 from lowprec.runs.provenance import changes_since, code_digests
-from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record
 from lowprec.train.build import Built, build, is_slow, pick_device
 from lowprec.train.checkpoint import find_checkpoint, keep_weights, list_checkpoints
@@ -40,7 +38,6 @@ from lowprec.train.failures import fail, watched
 from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
 from lowprec.train.metrics import Ended
-from lowprec.train.remote import END_S, STOPPED_S, RemoteCopy
 from lowprec.train.signals import StopRequest, stop_request
 from lowprec.train.sources import checkpoint_digest, sources_of
 
@@ -76,28 +73,23 @@ def train_run(
     record = _open_record(run, config.num_steps, world)
     if record is None:
         return None
-    copy = RemoteCopy(config.remote_sync if world.is_first else None, record)
     with stop_request() as stop, contextlib.closing(record):
         try:
             with contextlib.closing(progress), watched(config, record, world):
-                ended, logger = _attempt(config, data, sources, record, stop, copy, world, progress)
+                ended, logger = _attempt(config, data, sources, record, stop, world, progress)
         except BaseException as error:
             with ignored_child_signals():  # a broken pipe is often noticed before them
-                fail(error, config, record, copy)
+                fail(error, config, record)
         ended.stop_requested = stop.number is not None
         reason = f": {ended.reason}" if ended.reason else ""
         line = f"{run} {ended.state} at step {ended.step}{reason}"
         if ended.state != "failed":
             skips = record.count("skips")
             print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))
-        if world.is_first and ended.state != "preempted":
-            alert(line)
         is_whole = config.keep_checkpoints or config.schedule.name == "constant"  # can continue
         if world.is_first and ended.state == "finished" and not is_whole:
             keep_weights(run)
-        # after the watchdog, so that a slow copy cannot end a run that has ended
         logger.close()
-        copy.close(END_S if ended.state in ENDED else STOPPED_S)
     if ended.state == "failed":
         raise RunError(line) if world.is_first else PeerFailed(line)
     return ended
@@ -130,7 +122,6 @@ def _attempt(
     sources: dict[str, str],
     record: Record,
     stop: StopRequest,
-    copy: RemoteCopy,
     world: Ranks,
     progress: Progress,
 ) -> tuple[Ended, Logger]:
@@ -165,7 +156,6 @@ def _attempt(
         progress=progress,
         logger=logger,
         stop=stop,
-        on_save=copy.start,
     )
     return ended, logger
 

@@ -186,10 +186,7 @@ def test_a_signal_in_the_last_step_of_a_run_stops_its_sweep(in_sweep, monkeypatc
         train.main(Config())
 
 
-def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
-    work, as_command, monkeypatch, capfd
-):
-    monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $0 >> {work.parent}/alerts'")
+def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work, as_command, capfd):
     command = ["-m", *TINY, "name=sweep", "num_steps=2", "evaluation=none", "seed=1,2"]
     with pytest.raises(SystemExit, match="1"):
         as_command(*command, "batch_size=5000,16", "data.index=new")  # counted by the run
@@ -200,11 +197,6 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(
     assert ["16", "2", "finished", "2"] in [row[:4] for row in table]
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
-    expected = {f"runs/sweep/{path.name} finished at step 2" for path in runs}
-    deadline = time.monotonic() + 30  # a command that sends alerts is not waited for
-    while not expected <= set((work.parent / "alerts").read_text().splitlines()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     as_command(*command)
     assert capfd.readouterr().out.count("nothing to do") == 2
     names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}

@@ -65,7 +65,7 @@ def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
 
 
 INTERPOLATIONS = (
-    *(rf"{key}=$\{{oc.env:TOKEN\}}" for key in ("name", "run_dir", "data.train", "remote_sync")),
+    *(rf"{key}=$\{{oc.env:TOKEN\}}" for key in ("name", "run_dir", "data.train")),
     r'name="\${oc.env:TOKEN}"',
     r"name=a,$\{oc.env:TOKEN\}",
     r"name=choice(a,$\{oc.env:TOKEN\})",

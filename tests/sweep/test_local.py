@@ -322,14 +322,3 @@ def test_a_run_submitted_again_while_it_is_being_cancelled_is_trained_once(sweep
     sweeps.end()
     assert sweeps.names() == ["finished"]
     assert sweeps.starts() == [2]
-
-
-def test_the_command_of_the_environment_hears_that_a_run_was_killed(sweeps, here, monkeypatch):
-    monkeypatch.setenv("LOWPREC_ALERT", f"sh -c 'echo $0 >> {here}/alerts'")
-    sweeps.make(1, script="kill -KILL $$")
-    sweeps.train(monkeypatch)
-    deadline = time.monotonic() + 10
-    while not (here / "alerts").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    text = (here / "alerts").read_text()
-    assert text.startswith(f"{here}/runs/t/0 failed: killed by SIGKILL")

@@ -77,14 +77,11 @@ def test_a_long_history_gives_the_same_spikes_in_little_memory():
 
 
 def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
-    make_config, run_once, shaken, tmp_path, capsys, monkeypatch
+    make_config, run_once, shaken, tmp_path, capsys
 ):
-    alerts = []
-    monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
     config = make_config(SPIKES)
     run_once(config, tmp_path / "whole", spoil=shaken({14}))
     assert "loss spike at step 14" in capsys.readouterr().out
-    assert f"{tmp_path / 'whole'}: loss spike at step 14" in alerts
     run_once(config, tmp_path / "cut", spoil=shaken({14}), stop_at=11)
     run_once(config, tmp_path / "cut", spoil=shaken({14}))
     assert spikes_of(tmp_path / "whole") == spikes_of(tmp_path / "cut")
@@ -111,8 +108,6 @@ def test_a_short_run_with_default_thresholds_has_its_spikes_examined(
 def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
     make_config, run_once, tmp_path, capsys, monkeypatch, num_steps
 ):
-    alerts = []
-    monkeypatch.setattr("lowprec.train.metrics.alert", alerts.append)
     monkeypatch.setattr("lowprec.diagnostics.spikes.COLLAPSED", 20)
     monkeypatch.setattr("lowprec.diagnostics.spikes.LAST_STEPS", 8)
     changes = {"optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}
@@ -121,7 +116,6 @@ def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
     [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if "collapsed" in row]
     assert event["collapsed"].startswith("the loss has been at chance level, 2.77, since step ")
     assert f"warning: {event['collapsed']}" in capsys.readouterr().out
-    assert f"{tmp_path / 'whole'}: {event['collapsed']}" in alerts
     run_once(config, tmp_path / "cut", stop_at=15)
     run_once(config, tmp_path / "cut")
     assert event in read_rows(tmp_path / "cut/events.jsonl")
