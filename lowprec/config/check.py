@@ -60,9 +60,8 @@ def retired_faults(config: Config) -> list[str]:
     """Why a config of an old record can no longer be trained; empty for any other config."""
     rule, faults = config.optimizer, []
     if rule.name in REMOVED_OPTIMIZERS:
-        faults.append(
-            f"optimizer.name={rule.name} was removed; use optimizer=adamw optimizer.optim_bits=8"
-        )
+        instead = "adamw optimizer.optim_bits=8" if "8bit" in rule.name else "adamw_zclip"
+        faults.append(f"optimizer.name={rule.name} was removed; use optimizer={instead}")
     if rule.on_warning != WarningConfig():
         faults.append(
             "optimizer.on_warning was removed, because no action helped much; action=clip was "

@@ -131,16 +131,6 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     used = [name for name in CLIPPING if getattr(optimizer, name) is not None]
     if len(used) > 1:
         yield f"optimizer.{', optimizer.'.join(used)}: only one of them can be set"
-    statistics = config.diagnostics.statistics
-    _, unknown = LIBRARIES.get(optimizer.name, (None, ()))
-    unknown = [name for name in statistics if name in unknown]
-    if unknown:
-        others = ",".join(name for name in statistics if name not in unknown)
-        yield (
-            f"diagnostics.statistics: {', '.join(unknown)} would need exact second moments of the "
-            f"gradients, which optimizer={optimizer.name} does not keep; use "
-            f"diagnostics.statistics=[{others}]"
-        )
 
 
 def _conflicts(config: Config) -> Iterator[str]:

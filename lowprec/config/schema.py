@@ -19,17 +19,13 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
-LIBRARIES = {  # optimizer of a library: the package that it needs, the statistics that are NaN
-    "muon": ("torch", ()),
-    "adagc": ("pytorch_optimizer", ("rms",)),  # its second moment is of clipped gradients
-    "stable_spam": ("pytorch_optimizer", ("rms",)),
-}
+LIBRARIES = ("muon",)  # optimizers of torch, with the interface of ours
 LOGGERS = {  # and the packages that they need
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
 }
-REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao")  # of old records
+REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao", "adagc", "stable_spam")
 RETIRED = ("optimizer.on_warning", "optimizer.stable_embedding", "remote_sync")  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",

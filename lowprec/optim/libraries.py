@@ -1,7 +1,6 @@
-"""Optimizers of other libraries with the interface of StableAdamW.
+"""Optimizers of torch with the interface of StableAdamW.
 
-The update is the library's. This file decides which gradients it sees and computes statistics.
-`lowprec.config.schema.LIBRARIES` says which package an optimizer needs and what it cannot record.
+The update is torch's. This file decides which gradients it sees and computes statistics.
 """
 
 import math
@@ -11,29 +10,21 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from lowprec.config.schema import LIBRARIES, STATISTICS
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
 from lowprec.optim.state import MOMENTS
 from lowprec.optim.statistics import GradientSums, StepSums, statistics_table
 
-SCALARS = {  # class: 0-d tensors that the state of a parameter begins with
-    "AdaGC": {"gamma": math.inf},  # the library's first one is the least so far
-    "StableSPAM": {"m_norm_t": 0.0, "v_norm_t": 0.0, "m_max_t": 0.0},
-}
-
 
 class LibraryOptimizer(GuardedStep):
-    """An optimizer of a library, with the attributes of StableAdamW that training uses.
+    """Optimizers of torch, with the attributes of StableAdamW that training uses.
 
     `step()` leaves `statistics`, `grad_norm`, `clipped_grad_norm` and `all_finite`; `clip_norm`,
     `skip`, `grad_scale`, `found_inf` and `frozen` work as in StableAdamW. Differences:
 
-    - RMS_t is NaN if the second moment is not that of the gradients (see LIBRARIES), RMS_t and u
-      for tensors without a second moment (Muon's).
+    - RMS_t and u are NaN for tensors without a second moment (Muon's).
     - The host reads once per step which tensors are updated, so no CUDA graph can capture it.
     - Gradients are divided by `grad_scale` and clipped in place; those not applied become None.
     - 16-bit parameters lose small updates to rounding: there is no compensation.
-    - Only torch's AdamW counts the updates of each tensor; others count steps.
 
     Args:
         name: one of BUILDERS.
@@ -53,7 +44,6 @@ class LibraryOptimizer(GuardedStep):
         clip_norm: float | ZClip | SkipStep | None = None,
         skip: str = "step",
     ):
-        self.unknown = LIBRARIES[name][1]
         self.clip_norm, self.skip = clip_norm, skip
         self.parts = BUILDERS[name](groups, rule)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
@@ -107,7 +97,7 @@ class LibraryOptimizer(GuardedStep):
                 values["num_inf"][i] = grad.isinf().sum()
                 values["num_nan"][i] = grad.isnan().sum()
             if not is_applied:
-                self.params[i].grad = None  # which the library leaves out
+                self.params[i].grad = None  # which torch leaves out
         if self.clip_norm is not None:
             torch._foreach_mul_(grads, factor)
         values["rms"].fill_(math.nan)
@@ -120,11 +110,9 @@ class LibraryOptimizer(GuardedStep):
         )
         rms, grad_norms = values["rms"], values["grad_norm"]
         self.statistics = statistics_table(rms, grad_norms, sizes, gradients, step)
-        for name in self.unknown:
-            self.statistics[:, STATISTICS.index(name)] = math.nan
 
     def _update(self, rows: list[int], values: dict[str, Tensor]) -> None:
-        """Lets the library update the parameters of these rows, which alone have a gradient."""
+        """Lets torch update the parameters of these rows, which alone have a gradient."""
         params, groups = ([x[i] for i in rows] for x in (self.params, self.group_of))
         decays = [1 - group["lr"] * group["weight_decay"] for group in groups]
         decayed = torch._foreach_mul(params, decays)
@@ -142,11 +130,8 @@ class LibraryOptimizer(GuardedStep):
         if not rows:
             return
         states, groups = ([x[i] for i in rows] for x in (self.states, self.group_of))
-        counts = [
-            float(state.get("step", group.get("step")))
-            for state, group in zip(states, groups, strict=True)
-        ]
-        corrections = [1 - g["betas"][1] ** t for g, t in zip(groups, counts, strict=True)]
+        pairs = zip(groups, states, strict=True)
+        corrections = [1 - group["betas"][1] ** float(state["step"]) for group, state in pairs]
         u = torch._foreach_div([state["exp_avg_sq"] for state in states], corrections)
         roots = torch._foreach_clamp_min(torch._foreach_sqrt(u), [g["eps"] for g in groups])
         ratios = torch._foreach_div([self.params[i].grad for i in rows], roots)
@@ -157,7 +142,7 @@ class LibraryOptimizer(GuardedStep):
         values["u_max"][rows] = torch.stack(torch._foreach_norm(u, math.inf))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The library's own tensors of its state, by kind and parameter's name."""
+        """Torch's tensors of the state, by kind and parameter's name."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, state in zip(self.names, self.states, strict=True):
             for kind, tensor in state.items():
@@ -167,17 +152,14 @@ class LibraryOptimizer(GuardedStep):
 
     @property
     def steps(self) -> list[float]:
-        """The library's counts: of each parameter's updates, each group's or the optimizer's."""
-        return [float(counts[key]) for counts, key in self._counts()]
+        """AdamW's count of updates of each parameter that it has."""
+        return [float(state["step"]) for state in self.states if "step" in state]
 
     @steps.setter
     def steps(self, steps: list[float]) -> None:
-        for (counts, key), step in zip(self._counts(), steps, strict=True):
-            counts[key] = torch.tensor(step) if isinstance(counts[key], Tensor) else int(step)
-
-    def _counts(self) -> list[tuple[dict, str]]:
-        holders = [*self.states, *self.param_groups, *map(vars, self.parts)]
-        return [(x, key) for x in holders for key in ("step", "total_step") if key in x]
+        counted = [state for state in self.states if "step" in state]
+        for state, step in zip(counted, steps, strict=True):
+            state["step"] = torch.tensor(step)
 
 
 def _muon(groups: list[dict], rule: dict) -> list[Optimizer]:
@@ -205,53 +187,13 @@ def _is_hidden(name: str, p: Tensor) -> bool:
     return p.ndim == 2 and any(module.isdecimal() for module in name.split(".")[:-1])
 
 
-def _adagc(groups: list[dict], rule: dict) -> list[Optimizer]:
-    """AdamW that clips each tensor's gradient by a running mean of its norm (arXiv:2502.11034).
-
-    Written for pytorch_optimizer 4.1, with its defaults.
-    """
-    from pytorch_optimizer import AdaGC
-
-    (part,) = _counted(AdaGC(groups, **rule))
-    part.register_step_pre_hook(_drop_unused_gammas)
-    return [part]
-
-
-def _drop_unused_gammas(part: Optimizer, *_: object) -> None:
-    """Lets the library start the running norm of tensors that get their first gradient."""
-    params = [p for group in part.param_groups for p in group["params"]]
-    states = [part.state[p] for p in params if p.grad is not None]
-    unused = torch.stack([state["gamma"] for state in states]).isinf().tolist()
-    for state, is_unused in zip(states, unused, strict=True):
-        if is_unused:
-            del state["gamma"]
-
-
-def _stable_spam(groups: list[dict], rule: dict) -> list[Optimizer]:
-    """Adam with clipped and normalized gradients, which forgets its moments every 1,000 steps.
-
-    Its weight decay is decoupled. Written for pytorch_optimizer 4.1, with its defaults. `foreach`
-    spares the host a wait for each tensor. Source: arXiv:2502.17055.
-    """
-    from pytorch_optimizer import StableSPAM
-
-    return _counted(StableSPAM(groups, **rule, foreach=True))
-
-
-def _counted(part: Optimizer) -> list[Optimizer]:
-    for group in part.param_groups:
-        group["step"] = 0
-    return [part]
-
-
 def _start(part: Optimizer, p: Tensor) -> None:
-    """Initializes the state as the library's first step does."""
-    kind, state = type(part).__name__, part.state[p]
-    moments = ("momentum_buffer",) if kind == "Muon" else MOMENTS
-    state.update({name: torch.zeros_like(p) for name in moments})
-    state.update({name: p.new_full((), x) for name, x in SCALARS.get(kind, {}).items()})
-    if kind == "AdamW":
-        state["step"] = torch.tensor(0.0)
+    """Initializes the state as torch's first step does."""
+    is_muon = isinstance(part, torch.optim.Muon)
+    moments = ("momentum_buffer",) if is_muon else MOMENTS
+    part.state[p].update({name: torch.zeros_like(p) for name in moments})
+    if not is_muon:
+        part.state[p]["step"] = torch.tensor(0.0)
 
 
-BUILDERS = {"muon": _muon, "adagc": _adagc, "stable_spam": _stable_spam}
+BUILDERS = {"muon": _muon}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec.config.schema import LIBRARIES, is_sampled
+from lowprec.config.schema import is_sampled
 from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.buffer import StepBuffer
@@ -66,8 +66,7 @@ class MetricsBuffer:
         self.device = built.device
         self.tensors = built.state.optimizer.names
         diagnostics = config.diagnostics
-        _, unknown = LIBRARIES.get(config.optimizer.name, (None, ()))
-        others = [n for n in STATISTICS if n not in diagnostics.statistics and n not in unknown]
+        others = [name for name in STATISTICS if name not in diagnostics.statistics]
         self.statistics = {"tensors": diagnostics.statistics, "details": others}
         self.intervals = {  # None: not recorded
             "metrics": 1,

@@ -4,23 +4,14 @@ import contextlib
 import importlib.util
 import os
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import LIBRARIES, LOGGERS, Config
+from lowprec.config.schema import LOGGERS, Config
 from lowprec.data.open import batch_faults
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
-
-VERSIONS = {"pytorch_optimizer": ">=4.1"}  # also in pyproject.toml
-PACKAGES = {  # choice of a logger or an optimizer: the package that it needs, as for pip
-    **LOGGERS,
-    **{name: package + VERSIONS.get(package, "") for name, (package, _) in LIBRARIES.items()},
-}
 
 
 def preflight(config: Config, *, training: bool = True, planned: int | None = None) -> None:
@@ -66,23 +57,11 @@ def process_faults(config: Config, planned: int | None = None) -> list[str]:
 
 
 def _package_faults(config: Config) -> list[str]:
-    """What a logger or an optimizer needs and this machine lacks."""
-    faults = []
-    for group, name in (("logger", config.logger.name), ("optimizer", config.optimizer.name)):
-        if name in PACKAGES and (missing := _missing(Requirement(PACKAGES[name]))):
-            faults.append(f"{group}={name} needs {missing}: pip install '{PACKAGES[name]}'")
-    return faults
-
-
-def _missing(package: Requirement) -> str:
-    """What is missing of a package: itself, or a version in its range; "" if nothing is."""
-    if importlib.util.find_spec(package.name) is None:
-        return "a package"
-    with contextlib.suppress(PackageNotFoundError):  # a folder that is not installed
-        installed = version(package.name)
-        if not package.specifier.contains(installed, prereleases=True):
-            return f"{package}, but {installed} is installed"
-    return ""
+    """The package of a logger that this machine lacks."""
+    package = LOGGERS.get(config.logger.name)
+    if package is None or importlib.util.find_spec(package):
+        return []
+    return [f"logger={config.logger.name} needs a package: pip install {package}"]
 
 
 def _has_weights(source: Path) -> bool:

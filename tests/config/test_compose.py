@@ -78,6 +78,7 @@ BAD = {  # command: parts of its message
         "optimizer=stable_adamw with optimizer.clip_threshold=2.3",
     ),
     "optimizer.name=adamw8bit_bnb": ("adamw8bit_bnb was removed", "optimizer.optim_bits=8"),
+    "optimizer.name=adagc": ("adagc was removed", "use optimizer=adamw_zclip"),
     # keys without effect
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "optimizer.min_8bit_size=1": ("does nothing without optimizer.optim_bits=8",),
@@ -86,21 +87,17 @@ BAD = {  # command: parts of its message
     "data=stream data.train=http://h/a.tar data.allow_remote=[http] data.cache=c data.val=null": (
         "data.cache=c does nothing without data=shards or shapes",
     ),
-    "optimizer=adagc diagnostics.statistics=[rms,u_max]": (
-        "diagnostics.statistics: rms would need exact second moments",
-        "use diagnostics.statistics=[u_max]",
-    ),
     "optimizer=muons": ("optimizer=muons: no such choice; nearest: muon (conf/optimizer has",),
     "optimizer=muon distributed=fsdp2": ("optimizer=muon does not work with distributed=fsdp2",),
     "optimizer=muon precision=pure_bf16": ("optimizer=muon does not work", "pure_bf16"),
     "optimizer=muon optimizer.clip_threshold=1": ("needs optimizer=stable_adamw, not muon",),
-    "optimizer=adagc optimizer.beta2_decay=0.5": ("does nothing without optimizer=adamw",),
+    "optimizer=muon optimizer.beta2_decay=0.5": ("does nothing without optimizer=adamw",),
     "optimizer=muon optimizer.optim_bits=8": ("does nothing without optimizer=adamw or",),
     "optimizer.optim_bits=8 distributed=fsdp2": ("optim_bits=8 does not work with", "use ddp"),
     "optimizer=adamw_zclip optimizer.zclip=null": ("optimizer=adamw_zclip needs optimizer.zclip",),
     "optimizer.skip_sigmas=6": (
         "needs optimizer=adamw_skip_step or stable_adamw",
-        "stable_spam, not adamw",
+        "muon, not adamw",
     ),
     "optimizer=muon optimizer.zclip=2 optimizer.clip_norm=1": (
         "optimizer.clip_norm, optimizer.zclip: only one of them can be set",

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from lowprec.config.schema import LIBRARIES
 from lowprec.optim import StableAdamW, fused
 from lowprec.optim.libraries import BUILDERS, LibraryOptimizer
 from tests.optim.optimizers import OURS, RULE, make_groups
@@ -20,14 +19,12 @@ def build(device, monkeypatch):
     """`build(kind, **options)`: an optimizer; its parameters are always the same."""
     monkeypatch.setattr(fused, "DEVICES", (device.type,))
     monkeypatch.setitem(BUILDERS, "torch", lambda g, r: [torch.optim.AdamW(g, **r, foreach=False)])
-    monkeypatch.setitem(LIBRARIES, "torch", ("torch", ()))
 
     def make(kind, *, weight_decay=0.1, **options):
         own = {"fused": False, **OURS.get(kind, {})}
         groups = make_groups(own.pop("dtype", torch.float32), device, weight_decay)
         if kind in OURS:
             return StableAdamW(groups, **RULE, **own, **options)
-        pytest.importorskip(LIBRARIES[kind][0])
         return LibraryOptimizer(kind, groups, RULE, **options)
 
     return make

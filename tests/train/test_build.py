@@ -14,7 +14,6 @@ from lowprec.train.build import build, is_slow
 from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
 
-KNOWN = ["grad_norm", "update_norm"]  # what all optimizers of libraries record
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True, "checkpointing": True}), cuda)
     for host in (
         {"precision.autocast": "fp16", "scaler.name": "dynamic"},
-        *({"optimizer.name": name, "diagnostics.statistics": KNOWN} for name in LIBRARIES),
+        *({"optimizer.name": name} for name in LIBRARIES),
     ):
         assert not can_capture(make_config({"compile": True, **host}), cuda)
 

@@ -1,10 +1,6 @@
 """Faults that the machine makes of a config."""
 
-import importlib.machinery
 import importlib.util
-import re
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -13,36 +9,15 @@ from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import REMOVED_OPTIMIZERS, WARNING_ACTIONS, Config
 from lowprec.runs.identity import to_dict
-from lowprec.train.preflight import PACKAGES, preflight
+from lowprec.train.preflight import preflight
 from lowprec.train.run import train_run
 
 
-@pytest.mark.parametrize("name", ["adagc", "stable_spam"])
-def test_a_missing_or_old_package_is_named_with_the_command_that_installs_it(
-    name, make_config, monkeypatch
-):
-    config = make_config({"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]})
-    needed, find, spec = PACKAGES[name], importlib.util.find_spec, importlib.machinery.ModuleSpec
-    for installed, fault in (
-        (None, "a package"),
-        ("3.10.1", f"{needed}, but 3.10.1 is installed"),
-        ("4.1.0", None),
-        ("4.2.0rc1", None),
-    ):
-        own = {"pytorch_optimizer": installed and spec("pytorch_optimizer", None)}
-        with monkeypatch.context() as patched:
-            patched.setattr(
-                importlib.util, "find_spec", lambda n, own=own: own[n] if n in own else find(n)
-            )
-            patched.setattr("lowprec.train.preflight.version", lambda _, v=installed: v)
-            if fault is None:
-                preflight(config)
-                continue
-            fault = f"optimizer={name} needs {fault}: pip install '{needed}'"
-            with pytest.raises(ConfigError, match=re.escape(fault)):
-                preflight(config)
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert all(needed in project["optional-dependencies"][extra] for extra in ("dev", "peers"))
+def test_a_missing_package_is_named_with_the_command_that_installs_it(make_config, monkeypatch):
+    config = make_config({"logger.name": "trackio"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="logger=trackio needs a package: pip install trackio"):
+        preflight(config)
 
 
 @pytest.mark.parametrize(
