@@ -1,9 +1,9 @@
 """A folder of runs as one page: `python -m analysis.report --runs DIR --out FILE.html`.
 
-The page is self-contained and loads nothing. It compares runs by the settings that differ and shows
-curves of loss and RMS_t, every loss spike, heat maps of RMS_t by layer, and the runs that failed or
-are damaged. Long curves are thinned to bound the size of the page. With `--watch SECONDS`, the page
-is written again every SECONDS until no run goes on, and a browser reloads it.
+The page is self-contained and loads nothing. It lists runs by the settings that differ and shows
+curves of loss and RMS_t, every loss spike, and the runs that failed or are damaged. Long curves are
+thinned to bound the size of the page. With `--watch SECONDS`, the page is written again every
+SECONDS until no run goes on, and a browser reloads it.
 """
 
 import time

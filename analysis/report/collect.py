@@ -4,10 +4,8 @@ Thinning keeps, for each bucket of steps, the smallest and largest loss and the 
 all steps around the listed spikes: no spike is lost.
 """
 
-import base64
 import re
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 import pandas as pd
@@ -19,9 +17,6 @@ from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
 SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
 AROUND = 40  # steps kept in full on either side of a listed spike
-MAX_ROWS = 40  # of a heat map; more tensors are grouped by layer
-LOW, HIGH = 0.1, 10.0  # RMS_t at the ends of a heat map's scale
-_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.\d+")
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,6 @@ class Budget:
 
     points: int  # approximate number of points in a curve
     spikes: int  # listed
-    heat_bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class RunData:
     num_rms_spikes: int | None  # None if RMS_t cannot reach the threshold
     protocol: Protocol
     following: dict[str, float]
-    heat: dict | None
     speed: dict[str, float]
     unexamined: str  # why no loss was examined for spikes, or ""
     collapse: str  # a message if the loss stayed at chance
@@ -91,7 +84,6 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         num_rms_spikes=num_rms_spikes,
         protocol=protocol,
         following=spike_marks.count_following(series, rms, protocol),
-        heat=heat_of(series.rms, budget.heat_bytes),
         speed=speed_of(runs.timing),
         unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
         collapse=spike_marks.collapse_of(summary, series.loss),
@@ -119,36 +111,6 @@ def thin(curves: pd.DataFrame, points: int, spikes: list[int]) -> np.ndarray:
     for step in spikes:
         rows.update(range(max(0, step - 1 - AROUND), min(num_steps, step + AROUND)))
     return np.array(sorted(rows))
-
-
-def heat_of(rms: pd.DataFrame, size: int) -> dict | None:
-    """The largest RMS_t for each row and bucket, about `size` bytes in all; None if unrecorded.
-
-    Returns `rows` (tensors, or layers if there are many, escaped), each bucket's first step `steps`
-    and `codes`, uint8 [rows, buckets] in base64: 0 means no number, 1 to 255 go from LOW to HIGH in
-    equal ratios.
-    """
-    recorded = rms.dropna(how="all")
-    if recorded.empty or not len(recorded.columns):
-        return None
-    names = list(rms) if len(rms.columns) <= MAX_ROWS else [layer_of(name) for name in rms]
-    rows = list(dict.fromkeys(names))
-    columns = min(max(20, size // len(rows)), 400, len(recorded))
-    starts = np.linspace(0, len(recorded), columns, endpoint=False).astype(int)
-    largest = np.fmax.reduceat(recorded.to_numpy(np.float32), starts, axis=0)
-    grouped = pd.DataFrame(largest.T).groupby(names, sort=False).max().to_numpy()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.log(grouped / LOW) / np.log(HIGH / LOW)
-    codes = np.where(np.isnan(share), 0, 1 + 254 * np.clip(share, 0, 1)).round().astype(np.uint8)
-    text = base64.b64encode(codes.tobytes()).decode()
-    rows = [escape(readable(row), quote=False) for row in rows]
-    return {"rows": rows, "steps": recorded.index[starts].tolist(), "codes": text}
-
-
-def layer_of(tensor: str) -> str:
-    """`visual.transformer.resblocks.3` for its tensors; other tensors without `.weight`."""
-    block = _BLOCK.match(tensor)
-    return block.group() if block else re.sub(r"\.(weight|bias)$", "", tensor)
 
 
 def readable(tensor: str) -> str:

@@ -15,7 +15,7 @@ from analysis.comparison import counted
 from analysis.load import Runs
 from analysis.measures import name_methods
 from analysis.report import plots
-from analysis.report.collect import AROUND, HIGH, LOW, Budget, RunData, collect_run, readable
+from analysis.report.collect import AROUND, Budget, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS
 from analysis.spike_marks import TENSOR, in_words
 from analysis.style import SMOOTHING
@@ -29,7 +29,6 @@ TEMPLATES = Environment(
 POINTS = 72_000  # of all runs, for each of the three curves of a run
 MAX_POINTS = 4000  # of one run; with these limits a page has at most about 10 MB
 SPIKES = 300  # listed, of all runs
-HEAT_BYTES = 900_000
 NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
     *("num_workers", "method", "variant", "label", "group", "name", "run_dir", "data.digest"),
@@ -62,7 +61,6 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
     budget = Budget(
         points=min(MAX_POINTS, max(100, POINTS // len(runs))),
         spikes=max(2, SPIKES // len(runs)),
-        heat_bytes=HEAT_BYTES // len(runs),
     )
     summaries = named(runs.summaries).sort_values("label", kind="stable", ignore_index=True)
     data = [collect_run(runs.only(run), tensor, budget) for run in summaries["run"]]
@@ -74,13 +72,11 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         for label, look, run in zip(labels, looks, summaries["run"], strict=True)
     ]
     differing, shared = compare_settings(summaries)
-    heats = [run.heat and {**run.heat, "spikes": run.spikes["step"].tolist()} for run in data]
     script = {
         "labels": labels,
         "chips": [chips.index(method) for method in methods],
-        "heats": heats,
         "folded": groups.duplicated(keep=False).tolist(),
-        **{"around": AROUND, "low": LOW, "high": HIGH},
+        "around": AROUND,
     }
     states = [f"{num} {state}" for state, num in summaries["state"].value_counts().items()]
     states += [f"{len(planned)} not begun"] if planned else []
@@ -110,9 +106,6 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         spikes=_spikes(data, names, budget),
         settings_table=_settings(data, groups, looks),
         runs=_runs(data, names, differing),
-        labels=labels,
-        heats=heats,
-        first_heat=max(range(len(heats)), key=lambda i: len(heats[i]["rows"]) if heats[i] else 0),
         failures=_failures(data, names),
         settings=[(key, _field(value, unset="null")) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
@@ -279,18 +272,14 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.summary.get(key), unset=unset) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
-    settings = range(len(titles), len(titles) + len(differing))
     ends = [key.removesuffix(".name").rpartition(".")[2] for key in differing]
     titles += [e if ends.count(e) == 1 else key for key, e in zip(differing, ends, strict=True)]
     titles += [title for title, _ in SPEED.values()]
     filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]
-    swept = [i for i in settings if i in filled and titles[i] != "seed"]
-    num_values = {titles[i]: len({row["fields"][i].key for row in rows}) for i in swept}
     for row in rows:
         row["fields"] = [row["fields"][i] for i in filled]
     titles = [titles[i].replace("_", "_\u200b") for i in filled]  # allows a line break
-    most_values = max(num_values, key=num_values.get, default="steps")
-    return {"titles": titles, "rows": rows, "most_values": most_values}
+    return {"titles": titles, "rows": rows}
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:

@@ -52,8 +52,6 @@ function restyle() {
 function show(run) {
   alone = alone === run ? null : run;
   restyle();
-  const heat = byId("heat-run");
-  if (alone !== null && heat && data.heats[run]) { heat.value = run; drawHeat(); }
 }
 
 const axes = Object.keys(figure.layout).filter((name) => name.startsWith("xaxis"));
@@ -153,99 +151,6 @@ for (const table of document.querySelectorAll(".sortable")) {
   }));
 }
 
-// Settings and results: any column of the table of runs against any other.
-const rowsOfRuns = [...document.querySelectorAll(".each tbody tr")];
-const runs = rowsOfRuns.map((row) => Number(row.dataset.run));
-const known = (key) => key === "" || key === "nan" ? null : isNaN(key) ? key : Number(key);
-const columns = new Map([...document.querySelectorAll(".each thead th")].map((head, i) =>
-  [head.textContent.replaceAll("\u200b", ""), rowsOfRuns.map((row) => known(row.cells[i].dataset.key))]));
-const isNumeric = (values) => values.every((value) => value === null || typeof value === "number");
-const lineColors = runs.map((run) => figure.data[metas.findIndex((meta) => meta.run === run)].line.color);
-const CATEGORIES = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"];
-
-function drawComparison() {
-  const names = ["x", "y", "color"].map((axis) => byId("compare-" + axis).value);
-  const [x, y, color] = names.map((name) => columns.get(name));
-  const categories = !color || isNumeric(color) ? [undefined] : [...new Set(color)];
-  const traces = categories.map((category, i) => {
-    const members = [...runs.keys()].filter((k) => category === undefined || color[k] === category);
-    const of = (values) => members.map((k) => values[k]);
-    const marker = {size: 9, line: {color: "white", width: 1}};
-    if (!color) marker.color = of(lineColors);
-    else if (category !== undefined) marker.color = CATEGORIES[i % CATEGORIES.length];
-    else Object.assign(marker, {color: of(color), colorscale: "Viridis", showscale: true,
-                                colorbar: {title: {text: names[2]}, thickness: 12, outlinewidth: 0}});
-    return {type: "scatter", mode: "markers", x: of(x), y: of(y), marker, customdata: of(runs),
-            name: String(category), text: of(runs).map((run) => data.labels[run]),
-            hovertemplate: "%{text}<br>" + names[0] + " %{x}, " + names[1] + " %{y:.4g}<extra></extra>"};
-  });
-  const span = x.filter((value) => value > 0), places = [...new Set(x)].sort((a, b) => a - b);
-  const isLog = isNumeric(x) && span.length === x.length && Math.max(...span) > 20 * Math.min(...span);
-  const isSwept = !isNumeric(x) || (places.length < x.length && places.length < 16);
-  const {gridcolor, linecolor, ticks, tickcolor} = figure.layout.xaxis;  // not the zoomed range
-  Plotly.react("compare-plot", traces, {
-    height: 360, template: "none", font: figure.layout.font, hovermode: "closest",
-    showlegend: categories.length > 1, margin: {...figure.layout.margin, t: 12},
-    xaxis: {gridcolor, linecolor, ticks, tickcolor, zeroline: false, title: {text: names[0]},
-            type: isSwept ? "category" : isLog ? "log" : "linear",
-            ...(isSwept && isNumeric(x) ? {categoryorder: "array", categoryarray: places} : {})},
-    yaxis: {gridcolor, linecolor, zeroline: false, title: {text: names[1]}},
-  }, CONFIG);
-}
-
-for (const axis of ["x", "y", "color"]) {
-  const select = byId("compare-" + axis);
-  const names = [...columns.keys()].filter((name) =>
-    name !== "run" && (axis !== "y" || isNumeric(columns.get(name))));
-  for (const name of axis === "color" ? ["method", ...names] : names) select.add(new Option(name));
-  select.value = select.dataset.first;
-  if (select.selectedIndex < 0) select.selectedIndex = 0;
-  select.addEventListener("change", drawComparison);
-}
-drawComparison();
-byId("compare-plot").on("plotly_click", (event) => show(event.points[0].customdata));
-
-const COLORS = [[0, "#f7fbff"], [0.4, "#deebf7"], [0.5, "#c6dbef"], [0.62, "#fdbe85"],
-                [0.72, "#e6550d"], [1, "#7f0000"]];  // pale to RMS 1, orange from 1.5, dark from 5
-function drawHeat() {
-  const run = Number(byId("heat-run").value), heat = data.heats[run];
-  const rows = heat.rows, steps = heat.steps;
-  const codes = Uint8Array.from(atob(heat.codes), (c) => c.charCodeAt(0));
-  const low = Math.log10(data.low), high = Math.log10(data.high), z = [], values = [];
-  for (let r = 0; r < rows.length; r++) {
-    z.push(Array.from({length: steps.length}, (_, c) => {
-      const code = codes[r * steps.length + c];
-      return code ? low + (high - low) * (code - 1) / 254 : null;
-    }));
-    values.push(z[r].map((v) => v === null ? null : 10 ** v));
-  }
-  const short = rows.map((name) => narrow && name.length > 18 ? name.slice(0, 17) + "\u2026" : name);
-  const ticks = [0.1, 0.3, 1, 2.3, 10];
-  const trace = {
-    type: "heatmap", x: steps, y: rows.map((_, r) => r), z, customdata: values, zmin: low, zmax: high,
-    colorscale: COLORS, text: rows.map((name) => steps.map(() => name)),
-    hovertemplate: "%{text}<br>from step %{x:,}: RMS %{customdata:.2f}<extra></extra>",
-    colorbar: {title: {text: "RMS<sub>t</sub>", side: "top"}, thickness: narrow ? 8 : 14, outlinewidth: 0,
-               tickvals: ticks.map(Math.log10), ticktext: ticks.map(String), len: 1},
-  };
-  const layout = {
-    height: Math.max(240, 90 + (rows.length > 45 ? 13 : 17) * rows.length), template: "none",
-    margin: {l: 8, r: 8, t: 36, b: 44}, font: {...figure.layout.font, size: narrow ? 10 : 12},
-    xaxis: {title: {text: "step"}, tickformat: ",d", showgrid: false, ticks: "outside", zeroline: false},
-    yaxis: {tickvals: rows.map((_, r) => r), ticktext: short, autorange: "reversed", automargin: true,
-            showgrid: false, zeroline: false, tickfont: {size: rows.length > 45 ? 9 : 11}},
-    shapes: heat.spikes.map((step) => line(step, "#000", "2px,2px")),
-  };
-  const target = byId("heat-plot");
-  Plotly.react(target, [trace], layout, CONFIG);
-  target.removeAllListeners("plotly_click");
-  target.on("plotly_click", (event) => zoom(run, Math.round(event.points[0].x), 0));
-}
-
-if (byId("heat-run")) {
-  drawHeat();
-  byId("heat-run").addEventListener("change", drawHeat);
-}
 restyle();
 const linked = location.hash.startsWith("#spike-") && byId(location.hash.slice(1));
 if (linked) follow(linked);

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from analysis import load_runs, style
 from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
-from analysis.report.collect import heat_of, layer_of, readable, speed_of, thin
+from analysis.report.collect import speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
 from lowprec.config.schema import PrecisionChangeConfig, ScheduleConfig
@@ -299,24 +299,6 @@ def test_scores_are_ranked_among_runs_of_the_same_data_only(make_run, page_of):
     assert "lowest final lossnot rankedruns differ in batch size, data or evaluation" in text
 
 
-def test_heat_map_holds_the_largest_value_of_each_bucket_and_layer():
-    names = [
-        f"visual.transformer.resblocks.{i}.{part}" for i in range(20) for part in ("w", "b", "c")
-    ]
-    rms = pd.DataFrame(1.0, np.arange(1, 1001), names)
-    rms.loc[500, "visual.transformer.resblocks.7.b"] = 9.9
-    rms["logit_scale"], rms["visual.conv1.weight"] = np.nan, 0.05
-    heat = heat_of(rms, 2200)
-    codes = np.frombuffer(base64.b64decode(heat["codes"]), np.uint8).reshape(22, 100)
-    assert heat["rows"][7] == "image block 7"
-    assert heat["rows"][20:] == ["logit_scale", "visual.conv1"]
-    assert np.argwhere(codes > 200).tolist() == [[7, 49]] and heat["steps"][49] == 491
-    assert (codes[20] == 0).all() and (codes[21] == 1).all()
-    assert heat_of(rms[["logit_scale"]], 2200) is None
-    assert readable("transformer.resblocks.3.mlp.c_fc.weight") == "text block 3 mlp.c_fc.weight"
-    assert layer_of("transformer.resblocks.11.ln_1.bias") == "transformer.resblocks.11"
-
-
 def test_hostile_names_and_reasons_never_become_markup(make_run, page_of):
     run, other, _ = (make_run(num_steps=20, seed=i, steps=10, state="running") for i in range(3))
     (run / "config.yaml").write_text("[")
@@ -333,7 +315,6 @@ def test_hostile_names_and_reasons_never_become_markup(make_run, page_of):
     assert HOSTILE in page.text and HOSTILE in page.data["labels"]
     assert any("</script>" in label for label in page.data["labels"])
     drawn = json.dumps([trace["name"] for trace in page.figure["data"]])
-    drawn += json.dumps([heat["rows"] for heat in page.data["heats"] if heat])
     assert "<" not in drawn  # plotly would read it as markup
 
 

@@ -15,7 +15,6 @@ from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
 
 
-
 @pytest.fixture
 def built(make_config):
     def make(changes=None):
