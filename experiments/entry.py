@@ -129,8 +129,10 @@ def score_text(name: str, value: float, chance: dict[str, float]) -> str:
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Prints the faults as a list and exits with 2."""
-    print(f"{len(error.faults)} fault(s):\n{error}", file=sys.stderr)
+    """Prints the fault, or the faults as a list, and exits with 2."""
+    several = len(error.faults) > 1
+    text = f"{len(error.faults)} faults:\n{error}" if several else f"error: {error.faults[0]}"
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 

@@ -45,6 +45,8 @@ class ProgressBar:
         self.name, self.num_steps = entry.sweep.own or label(config), config.num_steps
         is_told = place()[0] == 0 and not sys.stdout.isatty()
         self.waiting = Waiting(f"{self.name}: loading") if is_told else None
+        self.batch_size, self.train_s = config.batch_size, 0.0
+        self.start: tuple[float, int] | None = None  # time and step at which training began
         self.last: dict = {}
         self.chance: dict[str, float] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -61,18 +63,25 @@ class ProgressBar:
 
     def at(self, step: int) -> None:
         """Shows the step that begins."""
+        self.bar.update(self.task, completed=step - 1)
+        self.start = self.start or (time.monotonic(), step)
         if self.waiting:
             told = f"{self.name}: step {step} of {self.num_steps}"
             if self.last:
-                minutes = (self.num_steps - step) * self.last["step_ms"] / 60_000
                 told += ", loss {loss:.3f} at step {step}".format(**self.last)
-                told += f", about {minutes:.0f} min left"
+            if (done := step - self.start[1]) > 0:
+                left_s = (time.monotonic() - self.start[0]) * (self.num_steps - step + 1) / done
+                left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
+                told += f", about {left} left"
             self.waiting.doing = told
 
     def flushed(self, row: dict) -> None:
-        """Shows the last step; prints the numbers of an evaluation."""
+        """Shows the last step and the mean throughput; prints the numbers of an evaluation."""
+        num_new = row["step"] - self.last.get("step", self.start[1] - 1)
+        self.train_s += num_new * row["step_ms"] / 1000
         self.last |= row
-        note = f"loss {row['loss']:.3f}  {row['images_per_s']:.0f} images/s"
+        num_images = (row["step"] - self.start[1] + 1) * self.batch_size
+        note = f"loss {row['loss']:.3f}  {num_images / self.train_s:.0f} images/s"
         note += f"  {row['memory_gib']:.0f} GiB" if row["memory_gib"] else ""
         self.bar.update(self.task, completed=row["step"], note=note)
         scores = [

@@ -6,6 +6,7 @@ process, including data workers, which must not die while the run saves.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -136,6 +137,7 @@ def _reason(log: Path, start: int, code: int) -> str:
         return f"killed by {name}" + (", often for lack of memory" * (name == "SIGKILL"))
     text = log.read_bytes()[start:][-4000:].decode(errors="replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()] or [f"exit status {code}"]
-    ours = [i for i, line in enumerate(lines) if " failed: " in line or "fault(s):" in line]
+    marks = re.compile(r".* failed: |error: |\d+ faults:")
+    ours = [i for i, line in enumerate(lines) if marks.match(line)]
     first = ours[-1] if ours else -1  # our message, or a traceback's last line
     return " ".join(lines[first:]).rpartition(" failed: ")[2][:400]

@@ -1,6 +1,7 @@
 """The training loop: step, buffer, flush, evaluate, save."""
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -163,7 +164,7 @@ def _train(
             ended = flush(step - 1) if len(metrics.buffer) else None
             if ended is None and step > first:
                 saver.save(step - 1, stop.number)
-            return ended or Ended("preempted", step - 1, f"signal {stop.number}")
+            return ended or Ended("preempted", step - 1, signal.Signals(stop.number).name)
         world.heartbeat(step, "training")
         progress.at(step)
         metrics.append(step, take_step(step, batch))
@@ -180,5 +181,5 @@ def _train(
         if saving:
             saver.save(step, stopping)
         if stopping and not is_last:
-            return Ended("preempted", step, f"signal {stopping}")
+            return Ended("preempted", step, signal.Signals(stopping).name)
     return Ended("finished", config.num_steps)

@@ -82,7 +82,8 @@ def train_run(
                 fail(error, config, record)
         ended.stop_requested = stop.number is not None
         reason = f": {ended.reason}" if ended.reason else ""
-        line = f"{run} {ended.state} at step {ended.step}{reason}"
+        how = "interrupted" if ended.state == "preempted" else ended.state
+        line = f"{run} {how} at step {ended.step}{reason}"
         if ended.state != "failed":
             skips = record.count("skips")
             print(line + f"; {skips} samples could not be read (skips.jsonl)" * bool(skips))

@@ -132,11 +132,16 @@ def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
 
     progress.at(7)
     wait_for("step 7 of 1000")
-    progress.flushed(
-        {"step": 20, "loss": 2.3456, "images_per_s": 9.0, "step_ms": 1000, "memory_gib": None}
-    )
-    progress.at(27)
-    wait_for("step 27 of 1000, loss 2.346 at step 20, about 16 min left")
+    progress.start = (time.monotonic() - 8.0, 7)
+    progress.at(9)
+    wait_for("step 9 of 1000, about 66 min left")
+    row = {"loss": 2.3456, "memory_gib": None}
+    progress.flushed({"step": 16, "step_ms": 1000, **row})
+    progress.flushed({"step": 26, "step_ms": 500, **row})
+    assert "loss 2.346  171 images/s" in progress.bar.tasks[0].fields["note"]  # 20 x 128 in 15 s
+    progress.start = (time.monotonic() - 990.0, 7)
+    progress.at(996)
+    wait_for("step 996 of 1000, loss 2.346 at step 26, about 5 s left")
     progress.close()
     time.sleep(0.1)
     capfd.readouterr()  # a line that was under way
@@ -168,6 +173,7 @@ def test_a_signalled_run_saves_and_resumes_to_the_same_record(
     os.killpg(process, signal.SIGTERM)  # its workers get it too, as under SLURM
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
     assert read_status(metrics.parent)["state"] == "preempted"
+    assert re.search(r"interrupted at step \d+: SIGTERM", (tmp_path / "log").read_text())
     assert len(read_rows(metrics)) < 60
     train_here(*command, "name=disturbed")
     assert read_status(metrics.parent)["state"] == "finished"

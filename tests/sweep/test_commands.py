@@ -146,7 +146,7 @@ def test_runs_that_do_not_fit_the_launchers_processes_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert run("submit", *tiny, "seed=0", *words) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith("1 fault") and re.search(fault, printed), printed
+    assert printed.startswith("error: ") and re.search(fault, printed), printed
     assert not (here / "runs").exists()
 
 
