@@ -52,12 +52,8 @@ class QuantErrorConfig:
 
 def main(config: QuantErrorConfig) -> None:
     """Measures, writes and prints."""
-    from experiments.quant_noise import (
-        capture,
-        first_tokens,
-        layer_rows,
-        measure_random,
-    )  # load torch
+    from experiments.quant_noise import capture, first_tokens, measure_random  # load torch
+    from lowprec.nn.noise import layer_rows
 
     if config.run is None:
         measure_random(config.inner_dims, config.seed, config.run_dir)

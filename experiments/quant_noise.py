@@ -1,8 +1,7 @@
 """Quantization errors: in the layers of a trained run, and in dot products of random numbers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from experiments.benchmarks.measure import Lines
 from lowprec.config.check import RunError, refuse_retired_model
 from lowprec.data.open import open_data
-from lowprec.diagnostics.noise import dot_error_variance, inner_dim, operand_noise, product, sqnr_db
 from lowprec.formats import parse_format
-from lowprec.nn.linear import compute_dtype, fake_quantize_operands
-from lowprec.nn.mlp import unfuse
-from lowprec.nn.recipe import PRODUCTS, RECIPES, SUMMED, Recipe
-from lowprec.ops.reference import hadamard
+from lowprec.nn.linear import fake_quantize_operands
+from lowprec.nn.noise import dot_error_variance, product, recorded
+from lowprec.nn.recipe import RECIPES
 from lowprec.runs.attempts import saved_steps, step_of
 from lowprec.runs.read import read_config
 from lowprec.train.build import Built, build
@@ -68,10 +65,16 @@ def capture(
     built = build(trained, open_data(trained))
     if path:
         built.state.load(path, model_only=True)
-    tensors, batch = attach_hooks(built, layers), next(built.batches_from(next_step))
+    batch = next(built.batches_from(next_step))
     built.task.model.train()
-    loss, _ = built.task.loss(batch.to(built.device))
-    built.state.scaler.scale(loss).backward()
+    tensors: dict[str, dict[str, Tensor]] = {}
+
+    def keep(name: str, x: Tensor, w: Tensor, g: Tensor) -> None:
+        tensors[name] = {"x": x.detach(), "w": w, "g": g}
+
+    with recorded(find_layers(built, layers), keep):
+        loss, _ = built.task.loss(batch.to(built.device))
+        built.state.scaler.scale(loss).backward()
     return step, tensors
 
 
@@ -83,68 +86,19 @@ def _checkpoint(run: Path, step: int | None) -> Path:
     raise RunError(f"{run} has no checkpoint of step {step}, only of {[*map(step_of, saved)]}")
 
 
-def attach_hooks(built: Built, layers: Sequence[str] = ("*",)) -> dict[str, dict[str, Tensor]]:
-    """Adds hooks to the matching layers; the next forward and backward fill {layer: {x, w, g}}."""
-    unfuse(built.task.model)  # a fused MLP does not call its layers
+def find_layers(built: Built, layers: Sequence[str] = ("*",)) -> dict[str, nn.Module]:
+    """The run's layers that match a pattern, as `recorded` takes them."""
     names = [layer.name for layer in built.layers]
-    tensors: dict = {name: {} for name in names if any(fnmatch(name, each) for each in layers)}
-    if not tensors:
+    matching = [name for name in names if any(fnmatch(name, each) for each in layers)]
+    if not matching:
         raise RunError(f"layers={list(layers)} match none of the run's, such as {names[:3]}")
     modules = dict(built.task.model.named_modules())
-
-    def keep(name: str, weight: Tensor, x: Tensor, output: Tensor) -> None:
-        x_MK = x.detach().flatten(0, -2).to(compute_dtype(x))
-        tensors[name] |= {"x": x_MK, "w": weight.detach()}
-        output.register_hook(lambda g: tensors[name].update(g=g.flatten(0, -2)))
-
-    for name in tensors:
-        if name in modules:
-            modules[name].register_forward_hook(
-                lambda module, args, output, name=name: keep(name, module.weight, args[0], output)
-            )
-        else:
-            _wrap_in_proj(modules[name.removesuffix(".in_proj")], partial(keep, name))
-    return tensors
-
-
-def _wrap_in_proj(attention: nn.Module, keep: Callable) -> None:
-    original = attention.in_proj
-
-    def in_proj(x: Tensor) -> Tensor:
-        output = original(x)
-        keep(attention.in_proj_weight, x, output)
-        return output
-
-    attention.in_proj = in_proj
+    return {name: modules.get(name) or modules[name.removesuffix(".in_proj")] for name in matching}
 
 
 def first_tokens(tensors: dict[str, Tensor], count: int | None) -> dict[str, Tensor]:
     """The first tokens of x and g, all if None, and the whole w."""
     return {name: x if name == "w" else x[:count] for name, x in tensors.items()}
-
-
-def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:
-    """A row of plain numbers for each operand of each product of a layer under a recipe.
-
-    `sqnr_db` is the operand's. `product_sqnr_db` is the product's, without the errors of its own
-    sums and rounding.
-    """
-    for name, operands in PRODUCTS.items():
-        exact = [tensors[operand].float() for operand in operands]
-        facts = {"product": name, "inner_dim": inner_dim(name, exact[0])}
-        how = getattr(recipe, name)
-        if how is None:
-            used = [tensor.bfloat16().float() for tensor in exact]
-            formats = [{"format": "bf16", "granularity": None}] * 2
-        else:
-            used = fake_quantize_operands(name, how, *exact, torch.float32)
-            both = (how.first, how.second)
-            formats = [{"format": o.format, "granularity": o.granularity} for o in both]
-            if how.hadamard:
-                exact = list(map(hadamard, exact, SUMMED[name]))
-        facts["product_sqnr_db"] = sqnr_db(product(name, *exact), product(name, *used))
-        for operand, format, x, x_hat in zip(operands, formats, exact, used, strict=True):
-            yield {**facts, "operand": operand, **format, **operand_noise(x, x_hat)}
 
 
 def measure_random(inner_dims: list[int], seed: int, run_dir: str) -> None:

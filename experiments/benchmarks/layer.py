@@ -14,16 +14,17 @@ import copy
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from experiments.benchmarks.configs import LayerConfig
-from experiments.benchmarks.measure import Lines, Unable, check_error, median_ms
+from experiments.benchmarks.measure import Lines, Unable, check_error
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
 from lowprec import ops
 from lowprec.config.check import ConfigError
 from lowprec.formats import parse_format
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import RECIPES
+from lowprec.nn.timing import Step, median_ms
 from lowprec.train.build import pick_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,20 +98,6 @@ def timed(case: str, mode: str, shape: Shape, device: torch.device, repeats: int
     """Milliseconds of a case's checked step."""
     step = checked_step(case, shape, device)
     return median_ms(step, device, repeats, graph=mode == "graph")
-
-
-class Step(NamedTuple):
-    """Forward and backward of a module, as a call without arguments."""
-
-    module: nn.Module
-    x: Tensor
-    g: Tensor
-
-    def __call__(self) -> tuple[Tensor, ...]:
-        """Returns output and gradients, in the order of TENSORS."""
-        output = self.module(self.x)
-        inputs = (self.x, *self.module.parameters())
-        return (output.detach(), *torch.autograd.grad(output, inputs, self.g))
 
 
 def checked_step(case: str, shape: Shape, device: torch.device) -> Step:

@@ -1,10 +1,8 @@
 """How benchmarks time a call, check its numbers and write them as lines."""
 
 import contextlib
-import statistics
 import sys
 import time
-import timeit
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from lowprec.clip.model import image_size
 from lowprec.data.loader import Batch
 from lowprec.runs.environment import environment, package_version
 from lowprec.runs.read import encode_row
-
-CACHE_BYTES = 256 * 2**20  # more than the second-level cache of any GPU holds
 
 
 class Wrong(Exception):
@@ -113,33 +109,6 @@ def check_error(
     return error
 
 
-def median_ms(
-    call: Callable, device: torch.device, repeats: int, *, graph: bool = False, cold: bool = False
-) -> float:
-    """Returns the median milliseconds of a call after a warm-up: by CUDA events, or a CPU's clock.
-
-    On a GPU, `graph` times the call as a CUDA graph, and `cold` empties the cache before each call.
-    Emptying also hides the host's launches, so `cold` is only meaningful with `graph`.
-    """
-    call = _graphed(call) if graph and device.type == "cuda" else call
-    for _ in range(max(3, repeats // 5)):
-        call()
-    if device.type != "cuda":
-        seconds = timeit.repeat(call, number=1, repeat=repeats)
-        return 1000 * statistics.median(seconds)
-    flushed = torch.empty(CACHE_BYTES, dtype=torch.int8, device=device) if cold else None
-    events = []
-    for _ in range(repeats):
-        if cold:
-            flushed.zero_()
-        events.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
-        events[-1][0].record()
-        call()
-        events[-1][1].record()
-    torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in events)
-
-
 def kernel_ms(call: Callable) -> float:
     """Returns the milliseconds that the kernels and copies of a call take on the GPU together."""
     torch.cuda.synchronize()
@@ -147,20 +116,6 @@ def kernel_ms(call: Callable) -> float:
         call()
         torch.cuda.synchronize()
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1000
-
-
-def _graphed(call: Callable) -> Callable:
-    """Captures a call as a CUDA graph; the returned function replays it on the same tensors."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def random_batch(model: nn.Module, size: int, device: torch.device) -> Batch:

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import OPEN_CLIP, RECIPES, ModelConfig
-from experiments.benchmarks.measure import Lines, check_error, kernel_ms, median_ms, random_batch
+from experiments.benchmarks.measure import Lines, check_error, kernel_ms, random_batch
 from lowprec.clip import open_clip
 from lowprec.clip.model import CLIP, Normalize, blocks, build_model, contrastive_loss
 from lowprec.clip.vision import VisionTransformer
 from lowprec.data.loader import Batch
 from lowprec.nn import prepare_for_training
 from lowprec.nn.coverage import Layers
+from lowprec.nn.timing import median_ms
 from lowprec.train.build import pick_device, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from experiments.benchmarks.configs import OpsConfig
-from experiments.benchmarks.measure import Lines, check_error, median_ms
+from experiments.benchmarks.measure import Lines, check_error
 from lowprec import ops
 from lowprec.formats import parse_format
+from lowprec.nn.timing import median_ms
 from lowprec.ops import reference
 from lowprec.train.build import pick_device
 

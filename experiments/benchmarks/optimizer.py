@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.measure import Lines, Wrong, median_ms
+from experiments.benchmarks.measure import Lines, Wrong
 from experiments.benchmarks.peers import PACKAGES, library_optimizer
 from lowprec.clip.model import build_model
 from lowprec.config.schema import Config
+from lowprec.nn.timing import median_ms
 from lowprec.optim import StableAdamW
 from lowprec.train.build import pick_device, set_parameter_dtype
 

@@ -20,8 +20,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from experiments.benchmarks.measure import Lines, median_ms, random_batch
+from experiments.benchmarks.measure import Lines, random_batch
 from lowprec.config.schema import Config
+from lowprec.nn.timing import median_ms
 from lowprec.optim.schedules import set_learning_rate
 from lowprec.runs.identity import label
 from lowprec.train.build import build, pick_device

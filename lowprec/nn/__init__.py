@@ -5,6 +5,7 @@ import importlib
 _HOMES = {
     "LowPrecisionLinear": "linear",
     "SwitchBackLinear": "linear",
+    "advise": "advice",
     "apply_recipe": "replace",
     "prepare_for_training": "replace",
 }

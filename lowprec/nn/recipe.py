@@ -104,6 +104,12 @@ class Recipe:
         return {operand.format for p in native for operand in (p.first, p.second)}
 
     @property
+    def is_native(self) -> bool:
+        """Whether there are products below 16 bits and all of them are native."""
+        low = [product for product in self.products if product]
+        return bool(low) and all(product.native for product in low)
+
+    @property
     def shares_weight(self) -> bool:
         """Whether output and grad_input share one quantized weight, once transposed."""
         output, grad_input = self.output, self.grad_input

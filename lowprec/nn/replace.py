@@ -158,9 +158,9 @@ def _set_settings(module: nn.Module, settings: Settings | None) -> None:
         del module.settings
 
 
-def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
-    """Maps each layer that matches to the name of the module that holds its weight."""
-    where, layers = [where] if isinstance(where, str) else where, {}
+def linear_layers(model: nn.Module) -> dict[str, str]:
+    """Maps each linear layer that its owner calls to the name of the module with its weight."""
+    layers = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
@@ -168,6 +168,12 @@ def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
             layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
+    return layers
+
+
+def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
+    """Maps each layer that matches to the name of the module that holds its weight."""
+    where, layers = [where] if isinstance(where, str) else where, linear_layers(model)
     idle: list[str] = []
     if callable(where):
         is_meant = {
@@ -184,14 +190,16 @@ def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
         raise NoLayerError(f"no linear layer matches {meant}; {_suggest(model, layers, idle)}")
     for layer, name in matching.items():
-        if fault := _fault(model.get_submodule(name), layer):
+        if fault := find_fault(model.get_submodule(name), layer):
             raise ValueError(fault)
     return matching
 
 
 def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) -> str:
     """Names layers that can be replaced: those of numbered blocks, or all; the nearest first."""
-    fit = [layer for layer, name in layers.items() if not _fault(model.get_submodule(name), layer)]
+    fit = [
+        layer for layer, name in layers.items() if not find_fault(model.get_submodule(name), layer)
+    ]
     inside = [layer for layer in fit if any(map(str.isdecimal, layer.split(".")[:-1]))] or fit
     examples = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "none that fits"
     endings = list(dict.fromkeys(layer.rpartition(".")[2] for layer in inside))
@@ -204,7 +212,7 @@ def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) 
     return f"the model has: {examples}{way_out}{more}"
 
 
-def _fault(module: nn.Module, layer: str) -> str:
+def find_fault(module: nn.Module, layer: str) -> str:
     """Why a linear layer cannot be replaced, or ""."""
     if is_int8(module):
         return f"{layer} is already int8: apply the recipe before to_int8"

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from experiments.benchmarks.measure import Lines, Unable, Wrong, check_error, median_ms
+from experiments.benchmarks.measure import Lines, Unable, Wrong, check_error
+from lowprec.nn.timing import median_ms
 
 FIELDS = "slug device versions commit case shape dtype ms rate ratio_to ratio correct".split()
 CPU = torch.device("cpu")

@@ -9,9 +9,10 @@ import torch
 
 from experiments import quant_noise
 from experiments.quant_error import QuantErrorConfig, main, worst_layers
-from experiments.quant_noise import attach_hooks, capture, layer_rows
+from experiments.quant_noise import capture, find_layers
 from lowprec.config.check import RunError
 from lowprec.data.open import open_data
+from lowprec.nn.noise import layer_rows, recorded
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -46,9 +47,14 @@ def tensors():
 def test_captured_tensors_give_the_weight_gradients(make_config):
     config = make_config({"model.vision_layers": 1})
     built = build(config, open_data(config))
-    captured = attach_hooks(built)
-    loss, _ = built.task.loss(next(built.batches_from(1)))
-    loss.backward()
+    captured = {}
+
+    def keep(name, x, w, g):
+        captured[name] = {"x": x, "w": w, "g": g}
+
+    with recorded(find_layers(built), keep):
+        loss, _ = built.task.loss(next(built.batches_from(1)))
+        loss.backward()
     assert {name.split(".", 3)[-1].removeprefix("0.") for name in captured} >= LAYERS
     assert len(captured) == 8
     parameters = dict(built.task.model.named_parameters())

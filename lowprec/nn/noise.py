@@ -3,12 +3,18 @@
 Shape suffixes: M = batch * tokens, K = features in, N = features out; x[M, K], W[N, K], g[M, N].
 """
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowprec.formats import Format, exponent_of, power_of_two
+from lowprec.nn.attention import Attention
+from lowprec.nn.linear import compute_dtype, fake_quantize_operands
+from lowprec.nn.recipe import PRODUCTS, SUMMED, Product, Recipe
 from lowprec.ops import reference
 
 
@@ -49,6 +55,69 @@ def product(name: str, first: Tensor, second: Tensor) -> Tensor:
 def inner_dim(name: str, first: Tensor) -> int:
     """Number of terms in each element's sum: K for output, N for grad_input, M for grad_weight."""
     return first.shape[0] if name == "grad_weight" else first.shape[1]
+
+
+def product_rows(name: str, how: Product | None, first: Tensor, second: Tensor) -> Iterator[dict]:
+    """A row of plain numbers for each operand of a product; None: both are rounded to bf16.
+
+    `sqnr_db` is the operand's. `product_sqnr_db` is the product's, without the errors of its own
+    sums and rounding.
+    """
+    exact = [first.float(), second.float()]
+    facts = {"product": name, "inner_dim": inner_dim(name, first)}
+    if how is None:
+        used = [tensor.bfloat16().float() for tensor in exact]
+        formats = [{"format": "bf16", "granularity": None}] * 2
+    else:
+        used = fake_quantize_operands(name, how, *exact, torch.float32)
+        both = (how.first, how.second)
+        formats = [{"format": o.format, "granularity": o.granularity} for o in both]
+        if how.hadamard:
+            exact = list(map(reference.hadamard, exact, SUMMED[name]))
+    facts["product_sqnr_db"] = sqnr_db(product(name, *exact), product(name, *used))
+    for operand, format, x, x_hat in zip(PRODUCTS[name], formats, exact, used, strict=True):
+        yield {**facts, "operand": operand, **format, **operand_noise(x, x_hat)}
+
+
+def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:
+    """`product_rows` of the three products of a layer with tensors x, w and g under a recipe."""
+    for name, operands in PRODUCTS.items():
+        yield from product_rows(name, getattr(recipe, name), *(tensors[o] for o in operands))
+
+
+@contextlib.contextmanager
+def recorded(
+    layers: Mapping[str, nn.Module], keep: Callable[[str, Tensor, Tensor, Tensor], None]
+) -> Iterator[None]:
+    """Calls `keep(name, x, w, g)` for each call of a layer, once backward has computed its g.
+
+    `layers` are linear layers, and an Attention stands for its fused projection. x and g are 2-d,
+    x is in the dtype that the layer computes in and w as stored.
+    """
+
+    def attach(name: str, weight: Tensor, x: Tensor, output: Tensor) -> None:
+        if output.requires_grad:
+            x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
+            rows = len(x_MK), -1
+            output.register_hook(lambda g: keep(name, x_MK, weight.detach(), g.reshape(rows)))
+
+    def after(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+        attach(name, module.weight, (*args, *kwargs.values())[0], output)
+
+    def in_proj(name: str, attention: Attention, x: Tensor) -> Tensor:
+        output = Attention.in_proj(attention, x)
+        attach(name, attention.in_proj_weight, x, output)
+        return output
+
+    with contextlib.ExitStack() as stack:
+        for name, module in layers.items():
+            if isinstance(module, Attention):
+                module.in_proj = partial(in_proj, name, module)
+                stack.callback(delattr, module, "in_proj")
+            else:
+                hook = partial(after, name)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
 
 
 def error_variance(x: Tensor, format: Format, granularity: str) -> float:

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from lowprec.diagnostics.noise import (
+from lowprec.formats import E4M3, E5M2, INT8, parse_format
+from lowprec.nn.noise import (
     dot_error_variance,
     error_variance,
     inner_dim,
@@ -11,7 +12,6 @@ from lowprec.diagnostics.noise import (
     product,
     sqnr_db,
 )
-from lowprec.formats import E4M3, E5M2, INT8, parse_format
 from lowprec.ops import reference
 
 FORMATS = [INT8, E4M3, E5M2, parse_format("e3m2")]

@@ -1,0 +1,292 @@
+"""Which linear layers of a model gain from 8 bits, on this GPU and for these inputs."""
+
+import contextlib
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec import ops
+from lowprec.formats import parse_format
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.noise import product_rows, recorded
+from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe, find_recipe
+from lowprec.nn.replace import find_fault, linear_layers, replace_attention
+from lowprec.nn.timing import Step, median_ms
+from lowprec.ops.launch import on_device
+
+NATIVE = tuple(name for name, recipe in RECIPES.items() if recipe.is_native)
+MIN_SQNR_DB = 20.0  # noise of a tenth of the signal
+REPEATS = 20
+
+
+class Shape(NamedTuple):
+    """What the time of a layer depends on: x [rows, dim_in], W [dim_out, dim_in]."""
+
+    rows: int
+    dim_in: int
+    dim_out: int
+    bias: bool
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+    needs_grad: tuple[bool, bool]  # of x, of the parameters
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The result of `advise`; `print` shows a table of its best recipe.
+
+    Attributes:
+        rows: a flat dict of plain values for each recipe and layer. `share`: of the multiply-adds
+            of all layers. `ms`, `ms_16bit`: of all calls in a step; None without a GPU. By product,
+            the worst of all calls and of both operands, None in 16 bits: `<product>_sqnr_db` of the
+            product, `<product>_underflowed`, the share of an operand's non-zero elements that
+            become 0, and `<product>_peak`, its largest magnitude divided by its root mean square.
+            `verdict`, and the number that says why as `reason`: see `verdict`.
+    """
+
+    rows: list[dict]
+
+    @property
+    def saved_ms(self) -> dict[str, float]:
+        """What the layers that gain are expected to save in a step, by recipe."""
+        saved = dict.fromkeys((row["recipe"] for row in self.rows), 0.0)
+        for row in self.rows:
+            if row["verdict"] == "gain":
+                saved[row["recipe"]] += row["ms_16bit"] - row["ms"]
+        return saved
+
+    @property
+    def recipe(self) -> str:
+        """The recipe that saves most; the first without a GPU."""
+        saved = self.saved_ms
+        return max(saved, key=saved.__getitem__)
+
+    def gains(self, module: nn.Module, name: str) -> bool:
+        """Whether a layer gains under `recipe`: a filter for `prepare_for_training`.
+
+        Raises ValueError if no layer was timed.
+        """
+        if self.rows[0]["ms"] is None:
+            raise ValueError("no layer was timed: advise needs the model on a GPU")
+        is_gain = {"recipe": self.recipe, "layer": name, "verdict": "gain"}.items()
+        return any(is_gain <= row.items() for row in self.rows)
+
+    def __repr__(self) -> str:
+        best, groups = self.recipe, defaultdict(list)
+        for row in self.rows:
+            if row["recipe"] == best:
+                name = re.sub(r"\.\d+(?=\.)", ".*", row["layer"])
+                groups[name, row["verdict"]].append(row)
+        heads = ("layers", "", "share", "16 bit", best, *PRODUCTS, "to 0", "peak", "verdict")
+        table = [heads]
+        for (name, text), rows in groups.items():
+            share, before, after = (_sum(rows, key) for key in ("share", "ms_16bit", "ms"))
+            times = ("" if ms is None else f"{ms:.3f} ms" for ms in (before, after))
+            noise = [_worst(row[f"{p}_sqnr_db"] for row in rows) for p in PRODUCTS]
+            noises = ("16 bit" if db is None else f"{db:.1f} dB" for db in noise)
+            zeros, peak = (
+                max(row[f"{p}_{key}"] or 0 for row in rows for p in PRODUCTS)
+                for key in ("underflowed", "peak")
+            )
+            facts = (f"{share:.1%}", *times, *noises, f"{zeros:.1%}", f"{peak:.0f}")
+            table.append((name, f"{len(rows)} x", *facts, text))
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
+        lines = [] if self.rows[0]["ms"] is None else [f"expected to save in a step: {saved}"]
+        for row in table:
+            first, *middle = (f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True))
+            lines.append("  ".join([row[0].ljust(len(first)), *middle[:-1], row[-1]]))
+        return "\n".join(lines)
+
+
+def advise(
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    recipes: Sequence[str | Recipe] = NATIVE,
+    min_sqnr_db: float = MIN_SQNR_DB,
+) -> Advice:
+    """Measures which linear layers gain from 8 bits, on the model's device and for these inputs.
+
+    Runs the forward and backward of each batch, in the model's mode, under autocast to bfloat16 if
+    all parameters are float32, or as autocast is set already. Rounds the tensors of each layer as
+    each recipe does; the errors of a product are without those of its own sums. On a GPU, times the
+    forward and backward of each shape as a CUDA graph, in 16 bits and in each recipe that the GPU
+    multiplies natively. What surrounds a layer is not timed: neither the fusion of an MLP's GELU
+    nor what torch.compile fuses.
+
+    Leaves the model as it was, with its buffers, gradients and hooks, and the random state. Layers
+    that no gradient reaches or that `apply_recipe` refuses have no row.
+
+    Args:
+        model: any module.
+        inputs: a batch of training: a tensor, a tuple of arguments or a dict of keyword arguments;
+            or a list of batches.
+        loss: computes the loss, 0-d, from the model's output. None: the output is the loss, or has
+            an entry "loss".
+        recipes: native recipes, by default all.
+        min_sqnr_db: a layer with a noisier product is "noisy". The default is noise of a tenth of
+            the signal: no experiment of ours shows from where on training suffers.
+
+    Raises:
+        ValueError: unsuitable inputs, a recipe that is unknown or not native, an output without a
+            loss, no linear layer with a gradient, or no recipe that the GPU multiplies natively.
+    """
+    batches = inputs if isinstance(inputs, list) else [inputs]
+    wrong = [type(b).__name__ for b in batches if not isinstance(b, Tensor | tuple | Mapping)]
+    if wrong or not batches:
+        kind = wrong[0] if wrong else "an empty list"
+        raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    chosen = _native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
+    modules: dict[str, nn.Module] = {}
+    shapes: dict = defaultdict(list)  # of a layer's calls
+    errors: dict = defaultdict(list)  # of a layer, a product's name and its formats
+
+    def keep(name: str, x: Tensor, w: Tensor, g: Tensor) -> None:
+        parameters = {n: p for n, p in modules[name]._parameters.items() if p is not None}
+        needs_grad = x.requires_grad, any(p.requires_grad for p in parameters.values())
+        bias = any(n.endswith("bias") for n in parameters)
+        shapes[name].append(Shape(*x.shape, g.shape[1], bias, x.dtype, w.dtype, needs_grad))
+        tensors = {"x": x.detach(), "w": w, "g": g}
+        with torch.autocast(device.type, enabled=False):
+            for product, how in {(p, getattr(r, p)) for r in chosen for p in PRODUCTS}:
+                operands = (tensors[operand] for operand in PRODUCTS[product])
+                rows = [] if how is None else product_rows(product, how, *operands)
+                errors[name, product, how].extend(rows)
+
+    with _unchanged(model, device), on_device(device), torch.enable_grad():
+        replace_attention(model)
+        modules |= {n: model.get_submodule(path) for n, path in linear_layers(model).items()}
+        modules = {n: module for n, module in modules.items() if not find_fault(module, n)}
+        with recorded(modules, keep):
+            for batch in batches:
+                _backward(model, batch, loss, device)
+        cases = {shape for calls in shapes.values() for shape in calls}
+        ms = {(s, r): _layer_ms(s, r, device) for s in cases for r in (RECIPES["high"], *chosen)}
+    work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items()}
+    rows = []
+    for recipe in chosen:
+        for name in filter(work.__contains__, modules):
+            sizes = {"dim_in": shapes[name][0].dim_in, "dim_out": shapes[name][0].dim_out}
+            row = {"recipe": recipe.name, "layer": name, **sizes}
+            row["share"] = work[name] / sum(work.values())
+            for key, case in (("ms_16bit", RECIPES["high"]), ("ms", recipe)):
+                total = _sum([{key: ms[shape, case]} for shape in shapes[name]], key)
+                row[key] = None if total is None else total / len(batches)
+            for product in PRODUCTS:
+                found = errors[name, product, getattr(recipe, product)]
+                row[f"{product}_sqnr_db"] = _worst(each["product_sqnr_db"] for each in found)
+                for key in ("underflowed", "peak"):
+                    row[f"{product}_{key}"] = max((each[key] for each in found), default=None)
+            row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
+            rows.append(row)
+    if not rows:
+        raise ValueError("no linear layer was called and got a gradient")
+    return Advice(rows)
+
+
+def verdict(row: dict, min_sqnr_db: float) -> tuple[str, str]:
+    """The verdict on a row of `Advice` and its reason.
+
+    "loses time" is followed by "noisy", if a product's SQNR is below the limit or NaN, and by
+    "gain". Without times, a layer that is not noisy is "not timed".
+    """
+    noise = {row[f"{p}_sqnr_db"]: p for p in PRODUCTS}
+    worst = _worst(noise)
+    text = f"{noise[worst]} {worst:.1f} dB"
+    times = (row["ms_16bit"], row["ms"])
+    if None not in times and times[1] >= times[0]:
+        return "loses time", f"{times[1] - times[0]:.3f} ms"
+    if not worst >= min_sqnr_db:
+        return "noisy", text
+    return ("not timed", text) if None in times else ("gain", f"{times[0] - times[1]:.3f} ms")
+
+
+def _native(recipes: Sequence[str | Recipe], device: torch.device) -> list[Recipe]:
+    """The recipes that a GPU multiplies natively, all on a CPU; ValueError for any other."""
+    chosen = [find_recipe(recipe) for recipe in recipes]
+    for recipe in chosen:
+        if not recipe.is_native:
+            allowed = ", ".join(NATIVE)
+            raise ValueError(f"recipe {recipe.name!r} is not native: must be one of {allowed}")
+    if device.type == "cuda":
+        for format in {f for recipe in chosen for f in recipe.native_formats}:
+            if ops.takes("auto", parse_format(format), device) == "reference":
+                chosen = [recipe for recipe in chosen if format not in recipe.native_formats]
+    if not chosen:
+        raise ValueError(f"recipes={recipes}: this GPU multiplies none of them natively")
+    return chosen
+
+
+def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> None:
+    """Forward and backward of a batch; leaves no gradients behind."""
+    is_on = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if is_on else torch.bfloat16
+    is_32bit = all(p.dtype == torch.float32 for p in model.parameters())
+    with torch.autocast(device.type, dtype, enabled=is_on or is_32bit):
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, tuple) else model(batch)
+        if loss is not None:
+            output = loss(output)
+        elif isinstance(output, Mapping):
+            output = output.get("loss")
+    if not isinstance(output, Tensor) or output.ndim or not output.requires_grad:
+        what = "the model's output has no loss" if loss is None else "loss returns no 0-d tensor"
+        raise ValueError(f"{what} with a gradient: pass loss=, a function of the model's output")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    torch.autograd.grad(output, parameters, allow_unused=True)
+
+
+def _layer_ms(shape: Shape, recipe: Recipe, device: torch.device) -> float | None:
+    """Milliseconds of forward and backward of a layer as a CUDA graph; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    needs_x, needs_parameters = shape.needs_grad
+    sizes, like = shape[1:4], {"device": device, "dtype": shape.x_dtype}
+    layer = LowPrecisionLinear(*sizes, device, shape.w_dtype, recipe=recipe)
+    x, g = torch.randn(shape.rows, sizes[0], **like), torch.randn(shape.rows, sizes[1], **like)
+    step = Step(layer.requires_grad_(needs_parameters), x.requires_grad_(needs_x), g)
+    is_on = shape.x_dtype != shape.w_dtype
+    with torch.autocast("cuda", shape.x_dtype, enabled=is_on, cache_enabled=False):
+        return median_ms(step, device, REPEATS, graph=True)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restores attention, buffers and the random state at the end; compiled parts run eagerly."""
+    before = [(m, type(m), dict(vars(m)), dict(m._modules)) for m in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            for module, kind, attributes, children in before:
+                if type(module) is not kind:
+                    module.__class__ = kind
+                    for now, then in ((module._modules, children), (vars(module), attributes)):
+                        now.clear()
+                        now.update(then)
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+
+def _worst(decibels: Iterable[float | None]) -> float | None:
+    """The lowest, where NaN is worse than any; None if there is none."""
+    numbers = [x for x in decibels if x is not None]
+    return min(numbers, key=lambda x: (not math.isnan(x), x), default=None)
+
+
+def _sum(rows: list[dict], key: str) -> float | None:
+    return None if rows[0][key] is None else sum(row[key] for row in rows)

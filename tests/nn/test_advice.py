@@ -1,0 +1,232 @@
+"""advise: numbers by their definitions, verdicts by example, and a model that stays the same."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec.clip import open_clip
+from lowprec.nn import advice, advise, apply_recipe, prepare_for_training
+from lowprec.nn.advice import Advice, verdict
+from lowprec.nn.recipe import PRODUCTS
+from tests.nn.models import clip, pair
+
+
+class Net(nn.Module):
+    """Every kind of state that a forward pass changes, a shared layer and one without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared = nn.Linear(8, 16), nn.Linear(16, 16, bias=False)
+        self.norm, self.dropout = nn.BatchNorm1d(16), nn.Dropout(0.5)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x, scale=1.0):
+        x = self.norm(self.first(x))
+        with torch.no_grad():
+            self.unused(x)
+        return self.dropout(self.shared(input=torch.tanh(self.shared(x)))) * scale
+
+
+def batch(seed=0):
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def row(ms_16bit=2.0, ms=1.0, output=40.0, grad_input=40.0, grad_weight=None, **facts):
+    noise = {"output_sqnr_db": output, "grad_input_sqnr_db": grad_input}
+    times = {"ms_16bit": ms_16bit, "ms": ms, "grad_weight_sqnr_db": grad_weight}
+    return noise | times | facts
+
+
+def test_errors_are_those_of_the_definition_in_float64():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 16).double(), batch().double()
+    target = torch.randn(6, 16, dtype=torch.float64)
+    x[0, 0], x[1, 1] = 12.0, 1e-4
+    [found] = advise(layer, x, lambda y: (y * target).sum(), recipes=["llm_int8"]).rows
+    operands = {"x": x, "w": layer.weight.detach(), "g": target}
+
+    def rounded(tensor, dim):  # LLM.int8(): a scale for each vector that is summed over
+        scale = tensor.abs().amax(dim, keepdim=True) / 127
+        return (tensor / scale).round() * scale
+
+    for product, letters in PRODUCTS.items():
+        exact = [operands[letter] for letter in letters]
+        # as stored: x [rows, in], w [out, in], g [rows, out]
+        dims = {"output": (1, 1), "grad_input": (1, 0), "grad_weight": (0, 0)}[product]
+        used = [rounded(t, dim) for t, dim in zip(exact, dims, strict=True)]
+        equation = {"output": "mk,nk->mn", "grad_input": "mn,nk->mk", "grad_weight": "mn,mk->nk"}
+        value, wrong = (torch.einsum(equation[product], *pair) for pair in (exact, used))
+        db = 10 * math.log10(value.square().sum() / (value - wrong).square().sum())
+        lost = max(((b == 0) & (a != 0)).double().mean().item() for a, b in zip(exact, used))  # noqa: B905
+        peak = max((t.abs().max() / t.square().mean().sqrt()).item() for t in exact)
+        assert found[f"{product}_sqnr_db"] == pytest.approx(db, abs=1e-3)
+        assert found[f"{product}_underflowed"] == pytest.approx(lost, abs=1e-6)
+        assert found[f"{product}_peak"] == pytest.approx(peak, rel=1e-5)
+
+
+def test_a_row_for_each_recipe_and_layer_counts_all_calls_and_takes_the_worst(monkeypatch):
+    def layer_ms(shape, recipe, device):
+        return {"high": 1.0, "switchback": 0.5}.get(recipe.name, 3.0) * shape.dim_in
+
+    monkeypatch.setattr(advice, "_layer_ms", layer_ms)
+    model = Net().eval()
+    small, large = (batch(),), {"x": batch(1) * 100, "scale": 2.0}
+    options = {"loss": mean_square, "recipes": ["switchback", "hw_fp8_switchback"]}
+    result = advise(model, [small, large], **options)
+    assert [(r["recipe"], r["layer"]) for r in result.rows] == [
+        (recipe, layer) for recipe in options["recipes"] for layer in ("first", "shared")
+    ]
+    first, shared = result.rows[:2]
+    assert [(r["ms_16bit"], r["ms"]) for r in (first, shared)] == [(8, 4), (32, 16)]  # in a step
+    assert (result.recipe, result.saved_ms["switchback"]) == ("switchback", 20)
+    assert (first["share"], shared["share"]) == (0.2, 0.8)  # 8 * 16, twice 16 * 16
+    assert first["grad_weight_sqnr_db"] is None
+    each = [advise(model, one, **options).rows[1]["output_sqnr_db"] for one in (small, large)]
+    assert shared["output_sqnr_db"] == min(each)
+    assert json.loads(json.dumps(result.rows)) == result.rows
+    assert all(text in repr(result) for text in ("20.000 ms", "shared", "80.0%", "gain"))
+
+
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        (row(), ("gain", "1.000 ms")),
+        (row(ms=2.5, output=3.0), ("loses time", "0.500 ms")),
+        (row(ms=2.0), ("loses time", "0.000 ms")),
+        (row(grad_input=19.9), ("noisy", "grad_input 19.9 dB")),
+        (row(grad_weight=math.nan, output=3.0), ("noisy", "grad_weight nan dB")),
+        (row(output=20.0), ("gain", "1.000 ms")),
+        (row(ms=None, grad_weight=math.inf), ("not timed", "grad_input 40.0 dB")),
+        (row(ms=None, output=5.0), ("noisy", "output 5.0 dB")),
+    ],
+)
+def test_verdicts(of, expected):
+    assert verdict(of, min_sqnr_db=20.0) == expected
+
+
+def test_layers_that_gain_are_a_filter_for_prepare_for_training():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    facts = [
+        *(row(recipe="llm_int8", layer=str(i), verdict="gain", ms=1.9) for i in range(3)),
+        row(recipe="switchback", layer="0", verdict="loses time", ms=3.0),
+        row(recipe="switchback", layer="1", verdict="gain", ms=0.5),
+        row(recipe="switchback", layer="2", verdict="noisy", ms=0.1),
+    ]
+    result = Advice(facts)
+    assert result.saved_ms == {"llm_int8": pytest.approx(0.3), "switchback": 1.5}
+    assert result.recipe == "switchback"
+    options = {"skip_slow": False, "compile": False}
+    report = prepare_for_training(model, result.recipe, where=result.gains, **options)
+    assert [layer.name for layer in report if layer.swapped] == ["1"]
+    with pytest.raises(ValueError, match="no layer was timed"):
+        advise(model, batch(), mean_square).gains(model[0], "0")
+
+
+def state(model):
+    """Everything that advise could change, as values that compare."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors |= {
+        f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+    tensors["rng"] = torch.get_rng_state()
+    modules = {
+        name: (type(m), m.training, sorted(vars(m)), list(m._modules), len(m._forward_hooks))
+        for name, m in model.named_modules()
+    }
+    return tensors, modules
+
+
+def prepared_clip():
+    model = clip()
+    apply_recipe(model, "switchback", inputs=pair())
+    return model
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("make", [Net, clip, prepared_clip])
+def test_model_is_left_as_it_was_also_after_an_exception(make, fails):
+    model, inputs = make(), batch() if make is Net else pair()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    next(model.children()).eval()
+    tensors, modules = state(model)
+
+    def loss(output):
+        assert not fails
+        return sum(mean_square(x) for x in output[:2])
+
+    try:
+        advise(model, inputs, loss, recipes=["switchback"])
+    except AssertionError:
+        assert fails
+    now, modules_now = state(model)
+    assert modules_now == modules
+    assert now.keys() == tensors.keys()
+    assert all(torch.equal(now[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.slow
+def test_prepared_and_checkpointed_models_give_the_rows_of_plain_ones():
+    torch.manual_seed(0)
+    model, criterion = clip(), open_clip.loss.ClipLoss()
+    options = {"loss": lambda output: criterion(*output[:3]), "recipes": ["llm_int8"]}
+    plain = advise(model, pair(), **options)
+    prepare_for_training(model, "high", checkpointing=True)
+    prepared = advise(model, pair(), **options)
+    assert len(prepared.rows) == len(plain.rows) == 16
+    for before, after in zip(plain.rows, prepared.rows, strict=True):
+        for key, value in before.items():  # attention rounds differently
+            is_number = isinstance(value, float)
+            assert after[key] == (pytest.approx(value, rel=0.2) if is_number else value), key
+
+
+def test_an_output_may_hold_its_loss():
+    class Labeled(Net):
+        def forward(self, x, target):
+            output = super().forward(x)
+            return {"output": output, "loss": nn.functional.mse_loss(output, target)}
+
+    inputs = {"x": batch(), "target": torch.ones(6, 16)}
+    assert [r["layer"] for r in advise(Labeled(), inputs, recipes="llm_int8").rows] == [
+        *("first", "shared")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipes": ["fp8_rowwise"]}, "'fp8_rowwise' is not native: must be one of switchback, "),
+        ({"recipes": ["swichback"]}, "nearest: switchback"),
+        ({"inputs": 3}, "inputs: int; must be a tensor"),
+        ({"inputs": []}, "inputs: an empty list; must be a tensor"),
+        ({"inputs": [torch.ones(6, 8), 3]}, "inputs: int; must be"),
+        ({"loss": None}, "the model's output has no loss with a gradient: pass loss="),
+        ({"loss": lambda y: y}, "loss returns no 0-d tensor with a gradient"),
+        ({"loss": lambda y: y.sum().detach()}, "loss returns no 0-d tensor with a gradient"),
+        ({"model": nn.Conv1d(6, 6, 1)}, "no linear layer was called and got a gradient"),
+    ],
+)
+def test_unsuitable_arguments_are_refused(change, message):
+    options = {"model": Net(), "inputs": batch(), "loss": mean_square} | change
+    with pytest.raises(ValueError, match=message):
+        advise(**options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_every_layer_has_times(dtype):
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to("cuda", dtype)
+    result = advise(model, torch.randn(1024, 256, device="cuda", dtype=dtype), mean_square)
+    assert {r["recipe"] for r in result.rows} >= {"switchback", "llm_int8"}
+    for each in result.rows:
+        assert 0 < each["ms"] < 10 and 0 < each["ms_16bit"] < 10
+        assert each["verdict"] in ("gain", "loses time", "noisy")
+    chosen = [r["layer"] for r in result.rows if result.gains(model, r["layer"])]
+    assert set(chosen) <= {"0", "2"} and "16 bit" in repr(result)
