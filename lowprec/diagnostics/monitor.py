@@ -14,13 +14,10 @@ from torch.optim import Optimizer
 
 from lowprec.config.schema import STATISTICS, is_sampled
 from lowprec.diagnostics.buffer import StepBuffer
+from lowprec.diagnostics.moments import MomentReader
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector, Protocol, Spike, spike_events
-from lowprec.ops.launch import on_device
-from lowprec.optim.adamw_update import PlainStep, Tensors, wide_dtype
-from lowprec.optim.fused import AddressTables, FusedStep, first_unfit, is_capturing
+from lowprec.optim.fused import is_capturing
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.optim.state import lr_on_device
-from lowprec.optim.statistics import ShardReduction, expand_rows, index_on, local
 
 WATCHED = STATISTICS[:3]  # rms, grad_norm, update_norm
 SCALARS = ("loss", "grad_norm")
@@ -124,7 +121,7 @@ class Monitor:
         self._given: dict = {}  # to `save`
         self._saved_to: Path | None = None
         self._is_resumed = step > 0
-        self._addresses = AddressTables()
+        self._reader = MomentReader(optimizer, self.names, self.device)
         hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
         self._handle = optimizer.register_step_post_hook(hook)
 
@@ -293,62 +290,7 @@ class Monitor:
             raise ValueError("the optimizer has got further parameters: close() and watch again")
         if isinstance(optimizer, StableAdamW):
             return optimizer.grad_norm, optimizer.statistics[:, : len(WATCHED)]
-        rows = tuple(i for i, p in enumerate(params) if p.grad is not None and p.numel())
-        if not rows:
-            nothing = expand_rows(torch.empty(0, len(WATCHED), device=self.device), (), len(params))
-            return nothing.new_zeros(()), nothing
-        params = [params[i] for i in rows]
-        states = [optimizer.state[p] for p in params]
-        if not all({"exp_avg", "exp_avg_sq"} <= state.keys() for state in states):
-            raise ValueError(f"{type(optimizer).__name__} has no exp_avg and exp_avg_sq to watch")
-        columns = [[local(state[kind]) for state in states] for kind in ("exp_avg", "exp_avg_sq")]
-        tensors = [local(p) for p in params], [local(p.grad) for p in params], *columns
-        tensors = Tensors(*tensors, *[[None] * len(params)] * 3)
-        shards = ShardReduction(params, lambda i: self.names[rows[i]])
-        with on_device(self.device):
-            if first_unfit(tensors) is None:
-                step = FusedStep(tensors, shards, self._addresses)
-            else:
-                step = PlainStep(tensors, shards)
-            sums = step.observe(self._values(params, states, rows))
-        sizes = index_on(tuple(p.numel() for p in params), self.device)
-        grad_norms = sums.grad_squares.sqrt()
-        rms, update_norms = (sums.ratio_squares / sizes).sqrt(), sums.update_squares.sqrt()
-        found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler, for a fused optimizer
-        if found_inf is not None:
-            is_skipped = found_inf.to(self.device).reshape(()) > 0
-            rms = torch.where(is_skipped, math.nan, rms)
-            update_norms = torch.where(is_skipped, 0.0, update_norms)
-        table = torch.stack([rms, grad_norms, update_norms], dim=1)
-        table = expand_rows(table, rows, len(self.names))
-        return torch.linalg.vector_norm(grad_norms), table
-
-    def _values(self, params: list[Tensor], states: list[dict], rows: tuple[int, ...]) -> Tensor:
-        """lr, eps and the factors that debias both moments, [tensors, 4]: see `MomentSums.of`."""
-        groups, device = self.optimizer.param_groups, self.device
-        if any(group.get("amsgrad") for group in groups):
-            raise ValueError("amsgrad=True: its update is not that of exp_avg_sq")
-        for group in groups:
-            decay = group.get("weight_decay")
-            if decay and group.get("decoupled_weight_decay") is False:
-                raise ValueError(
-                    f"weight_decay={decay}: {type(self.optimizer).__name__} adds it to the "
-                    "gradient before the moments; watch AdamW instead"
-                )
-        of_groups = [
-            torch.stack([lr_on_device(x, device) for x in (g["lr"], g["eps"], *g["betas"])])
-            for g in groups
-        ]
-        numbers = [i for i, group in enumerate(groups) for _ in group["params"]]
-        numbers = tuple(numbers[i] for i in rows)
-        lr, eps, beta1, beta2 = torch.stack(of_groups)[index_on(numbers, device)].unbind(1)
-        counts = [
-            state.get("step", groups[i].get("step"))
-            for state, i in zip(states, numbers, strict=True)
-        ]
-        t = _on_device(counts, device)
-        values = torch.stack([lr, eps, 1 / (1 - beta1**t), 1 / (1 - beta2**t)], dim=1)
-        return values.to(wide_dtype(max(params, key=lambda p: p.dtype.itemsize)))
+        return self._reader.read(params)
 
     def _config(self, name: str) -> dict:
         """What is known of the run, by keys of `lowprec.config.schema`."""
@@ -410,14 +352,3 @@ def _nested(config: dict) -> dict:
             inner = inner.setdefault(group, {})
         inner[name] = value
     return nested
-
-
-def _on_device(counts: list, device: torch.device) -> Tensor:
-    """Numbers of updates as float64 [tensors] on the device, without a wait for it."""
-    counts = [local(x) if isinstance(x, Tensor) else torch.tensor(float(x)) for x in counts]
-    if any(x.device != counts[0].device for x in counts):
-        counts = [x.to(device, non_blocking=True) for x in counts]
-    t = torch.stack([x.reshape(()) for x in counts]).double()
-    if t.device.type == "cpu" and device.type == "cuda":
-        t = t.pin_memory()
-    return t.to(device, non_blocking=True)

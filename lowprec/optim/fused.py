@@ -1,5 +1,7 @@
 """A step over all tensors of a GPU: a handful of launches, nothing read back to the host."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -43,6 +45,11 @@ class FusedStep:
             _Launcher(tensors, tuple(rows), addresses, kind) for kind, rows in dtypes.items()
         ]
         self.order = _inverse(tuple(i for rows in dtypes.values() for i in rows), device)
+
+    def point_to(self, tensors: Tensors) -> None:
+        """Takes other tensors of the same layouts from now on."""
+        for launcher in self.launchers:
+            launcher.point_to(tensors)
 
     def gradients(self, factor: Tensor) -> GradientSums:
         """See `PlainStep.gradients`."""
@@ -97,19 +104,26 @@ class _Launcher:
         self, tensors: Tensors, rows: tuple[int, ...], addresses: "AddressTables", kind: tuple
     ):
         params, grads = tensors.params, tensors.grads
-        self.device = params[0].device
+        self.device, self.picked = params[0].device, rows
         self.rows = None if len(rows) == len(params) else index_on(rows, self.device)
         self.param_type, self.grad_type = TYPES[params[rows[0]].dtype], TYPES[grads[rows[0]].dtype]
-        pointers = tuple(
-            0 if column[i] is None else column[i].data_ptr() for column in tensors for i in rows
-        )
         self.is_8bit = tensors.exp_avgs[rows[0]].dtype == torch.uint8
-        if self.is_8bit:
-            pointers += (code_books(self.device).data_ptr(),) * len(rows)
-        self.aligned = all(pointer % 16 == 0 for pointer in pointers)
-        self.addresses = addresses.on_device(pointers, self.device, kind)
         self.layout = _layout(tuple(params[i].numel() for i in rows), self.device)
         self.count = len(rows)
+        self.tables, self.kind = addresses, kind
+        self.point_to(tensors)
+
+    def point_to(self, tensors: Tensors) -> None:
+        """See `FusedStep.point_to`."""
+        pointers: list[int] = []
+        for column in tensors:
+            column = column if self.rows is None else [column[i] for i in self.picked]
+            has_any = column[0] is not None  # all of a kind or none
+            pointers += [x.data_ptr() for x in column] if has_any else [0] * self.count
+        if self.is_8bit:
+            pointers += [code_books(self.device).data_ptr()] * self.count
+        self.aligned = functools.reduce(operator.or_, pointers) % 16 == 0
+        self.addresses = self.tables.on_device(tuple(pointers), self.device, self.kind)
 
     def gradients(self, factor: Tensor) -> Tensor:
         """Totals [tensors, 4] in the order of GradientSums."""

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lowprec.config.schema import STATISTICS
 
+ORDINARY = {Tensor, torch.nn.Parameter}
+
 
 class GradientSums(NamedTuple):
     """Sums over the elements of gradients: [tensors] each, or 0-d for one tensor."""
@@ -193,6 +195,11 @@ def is_sharded(x: Tensor | None) -> bool:
 def local(x: Tensor | None) -> Tensor | None:
     """The part of a sharded tensor that this process holds; any other tensor itself."""
     return x.to_local() if is_sharded(x) else x
+
+
+def all_local(tensors: list[Tensor]) -> list[Tensor]:
+    """`local` of each tensor; a list of ordinary ones is returned as it is."""
+    return tensors if {*map(type, tensors)} <= ORDINARY else [local(x) for x in tensors]
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,6 @@
 """`watch` in the harness and in other loops: statistics, spikes, the run directory it writes."""
 
+import copy
 import importlib
 import logging
 import math
@@ -16,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from analysis import load_runs, spike_marks
 from lowprec.config.check import ConfigError, RunError
+from lowprec.diagnostics import moments, watch
 from lowprec.diagnostics import monitor as monitor_module
-from lowprec.diagnostics import watch
 from lowprec.diagnostics.spikes import PROTOCOLS
 from lowprec.optim import StableAdamW, fused
 from lowprec.runs.read import read_rows, read_status
@@ -145,6 +146,39 @@ def test_statistics_follow_their_definition(kind, monkeypatch, device):
         np.testing.assert_allclose(found, table, rtol=1e-4)
         assert row["grad_norm"] == pytest.approx(math.hypot(*table[:, 1]), rel=1e-4)
         assert math.isnan(row["loss"]) and row["lr"] == pytest.approx(1e-2)
+
+
+@pytest.mark.usefixtures("right_interpreter")
+@pytest.mark.parametrize("change", ["addresses", "a layout", "moments", "a moment's data", "rows"])
+def test_what_has_changed_since_the_last_step_is_read_anew(change, monkeypatch, device):
+    model, optimizer = make()
+    monkeypatch.setattr(fused, "DEVICES", (model.to(device)[0].weight.device.type,))
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    monitor, kept, decisions = watch(model, optimizer), [], []
+    decide = fused.first_unfit
+    monkeypatch.setattr(moments, "first_unfit", lambda x: decisions.append(1) or decide(x))
+    for step in (1, 2, 3):
+        kept.append([p.grad for p in params])  # so that no address comes back
+        model.zero_grad()
+        loss_of(model, step).backward()
+        if step == 3:
+            weight, state = params[0], optimizer.state[params[0]]
+            if change == "a layout":
+                weight.grad = weight.grad.T.contiguous().T
+            elif change == "moments":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif change == "a moment's data":
+                kept.append(state["exp_avg"].data)
+                state["exp_avg"].data = state["exp_avg"].T.contiguous().T
+            elif change == "rows":
+                weight.grad = None
+        optimizer.step()
+        found = monitor.rows()[-1]
+    assert len(decisions) == (1 if change == "addresses" else 2)
+    new = watch(model, optimizer)
+    new.read()
+    expected = new.rows()[0] | {"step": 3}
+    assert all(found[key] == pytest.approx(expected[key], rel=0, nan_ok=True) for key in expected)
 
 
 def test_moments_of_16_bits_are_read_as_they_are():
