@@ -6,10 +6,12 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, NoReturn
 
 from analysis.load import NoRunsError
 from lowprec.nearest import nearest
+from lowprec.waiting import Waiting
 
 Main = Callable[[list[str] | None], int]
 
@@ -56,10 +58,14 @@ def entry(main: Main) -> Main:
 
 
 def run(main: Main) -> None:
-    """Runs a command as the program, with warnings only about what is damaged or not recorded."""
+    """Runs a command as the program, which says what it is doing if that takes long.
+
+    Warns only about what is damaged or not recorded.
+    """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", message=".*(left out|did not record)")
         warnings.showwarning = lambda text, *_: print(f"warning: {text}", file=sys.stderr)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
-    sys.exit(main())
+    with closing(Waiting("reading runs")):
+        sys.exit(main())

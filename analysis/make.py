@@ -33,6 +33,7 @@ from lowprec.config.schema import SCALES
 from lowprec.nearest import nearest
 from lowprec.runs import durable
 from lowprec.runs.environment import commit, package_version
+from lowprec.waiting import doing
 
 MARK_COLOR = "#A61C00"
 CHARACTERS = 15  # of a mark, for each inch
@@ -90,6 +91,7 @@ def draw(
     Raises NoRunsError and ChoiceError.
     """
     figure = FIGURES[slug]
+    doing(f"drawing {slug}")
     if figure.lines:
         frame, origin, scale = _of_lines(figure, runs.root)
     else:

@@ -30,6 +30,7 @@ from analysis.grammar import Axis, Figure, Hue, Lines, in_one_panel
 from analysis.load import Runs, load_runs
 from analysis.points import Points
 from lowprec.nearest import nearest
+from lowprec.waiting import doing
 
 NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
 TABLES = {
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
     row, frame = sentence(load_runs(options.runs), where=choices, **named)
+    doing("drawing")
     with style.style():
         canvas = Canvas(layout="constrained")
         row.draw(frame, canvas)

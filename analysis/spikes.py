@@ -15,6 +15,7 @@ from analysis.cli import ChoiceError
 from analysis.comparison import counted
 from analysis.load import load_runs
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, loss_spikes, relative_rms, rms_spikes
+from lowprec.waiting import doing
 
 LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
@@ -92,6 +93,11 @@ def _lead_lines(
         f"to {protocol.max_lead} steps after an RMS spike; counted from the onset, "
         f"{counts['num_by_onset']} of {spikes['onset'].nunique()}."
     )
+    if num_same := int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum()):
+        first += (
+            f" {num_same} come at the very step of one, which cannot be the cause; a third thing, "
+            "such as the batch, may cause both."
+        )
     return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
 
 
@@ -134,6 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     tensor = options.tensor or spike_marks.TENSOR
     runs = load_runs(options.run)
     for summary in runs.runs.to_dict("records"):
+        doing(f"examining {summary['run']}")
         series = spike_marks.read_series(runs.only(summary["run"]))
         names = list(series.rms)
         if options.tensor and names and not any(fnmatchcase(name, tensor) for name in names):

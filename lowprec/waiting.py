@@ -34,3 +34,9 @@ class Waiting:
             self._ended.set()
             self._opened.remove(self)
             self._thread.join(1)  # a process with threads should not fork
+
+
+def doing(what: str) -> None:
+    """Changes what the newest open `Waiting` prints, if there is one."""
+    for waiting in Waiting._opened[-1:]:
+        waiting.doing = what

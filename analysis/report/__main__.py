@@ -11,12 +11,14 @@ from pathlib import Path
 
 from analysis import cli
 from analysis.cli import ChoiceError
+from analysis.comparison import counted
 from analysis.load import load_runs
 from analysis.report.page import make_page
 from analysis.spike_marks import TENSOR
 from lowprec.runs import durable
 from lowprec.runs.read import ENDED, RecordFileError
 from lowprec.sweep.plan import Plan
+from lowprec.waiting import doing
 
 
 @cli.entry
@@ -47,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         goes_on |= {name: False for name in states if states[name] in (*ENDED, "failed")}
         has_ended = not planned and not any(goes_on.get(name, True) for name in states)
         refresh = 0 if has_ended else options.watch or 0
+        doing(f"writing the page about {counted(len(runs), 'run')}")
         text = make_page(runs, options.tensor, refresh, planned)
         durable.replace(options.out, text.encode())  # a browser never loads half a page
         print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from analysis.panels import legend_below
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
+from lowprec import waiting
 from lowprec.config.schema import PrecisionChangeConfig
 from tests.analysis.conftest import drawn, legend
 
@@ -171,6 +173,14 @@ def test_an_error_of_a_remote_folder_is_printed_without_a_file_name(capsys):
 
     assert cli.entry(main)([]) == 2
     assert capsys.readouterr().err == "error: bucket: no access\n"
+
+
+def test_a_slow_command_says_what_it_is_doing(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "SILENT_S", 0.02)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        cli.run(lambda: waiting.doing("drawing") or time.sleep(0.1))
+    assert "\ndrawing (0 s)\n" in f"\n{capsys.readouterr().err}"
 
 
 def test_a_warning_about_runs_is_printed_as_one_line(monkeypatch, capsys):
