@@ -201,6 +201,6 @@ def test_every_loss_plot_has_the_line_of_chance(runs):
     assert chance_lines(ax) == [np.log(128)]
     [ax] = drawn(loss_curves, loss_curves.query(runs))
     assert chance_lines(ax) == [np.log(128)]
-    data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1, 99))]
+    data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1))]
     figure, _ = curve_figure(data, ["a"], [("#000000", "solid")])
     assert np.log(128) in [shape.y0 for shape in figure.layout.shapes]
