@@ -12,7 +12,6 @@ from analysis.bench import load_lines
 from analysis.figures import (
     end_to_end_speed,
     op_profile,
-    quantization_variance,
     quantize_share,
 )
 from analysis.load import NoRunsError
@@ -74,14 +73,6 @@ def test_saved_time_and_quantize_share_cover_all_operations(tmp_path):
             assert share[dtype, dim] == pytest.approx(100 * quantize / total)
 
 
-def test_dim_of_a_newer_file_replaces_the_older_whole(tmp_path):
-    write(tmp_path, "ops", op_lines(quantize=0.1), "20260101-000000")
-    write(tmp_path, "ops", op_lines(dims=(1280,), quantize=0.0), "20260102-000000")
-    share = ours(quantize_share.query(load_lines(tmp_path, "ops"))).set_index(["series", "dim"])
-    assert share.loc[("int8", 1280), "value"] == 0 and share.loc[("int8", 768), "value"] > 0
-    assert "20260102" in share.loc[("int8", 1280), "file"]
-
-
 def test_times_of_two_files_are_never_divided_by_each_other(tmp_path):
     at = {"shape": "vit_h14 batch 256"}
     write(tmp_path, "model", [line("model", "high", 80.0, **at)], "20260101-000000")
@@ -129,24 +120,6 @@ def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
         "vit_h14 batch 256, 224 px, patch dropout 0.5": 30,
         "vit_h14 batch 256": 40,
     })  # fmt: skip
-
-
-def test_newest_line_of_a_case_and_dimension_counts(tmp_path):
-    for name, dims, ratio in (("20260101", (64, 128), 2.0), ("20260102", (128,), 1.0)):
-        rows = [
-            line("quantization_variance", "int8", None, inner_dim=dim, measured=dim * ratio,
-                 predicted=float(dim), ratio=ratio)
-            for dim in dims
-        ]  # fmt: skip
-        write(tmp_path, "quantization_variance", rows, name)
-    alone = {"inner_dim": 64, "measured": 9.0, "predicted": None, "ratio": None}
-    rows = [line("quantization_variance", "mxfp4", None, **alone)]
-    write(tmp_path, "quantization_variance", rows, "20260103")
-    frame = quantization_variance.query(load_lines(tmp_path, "quantization_variance"))
-    assert frame[["inner_dim", "ratio"]].values.tolist()[:2] == [[64, 2.0], [128, 1.0]]
-    (panel,) = drawn(quantization_variance, frame)
-    drawn_lines = [(curve.get_label(), *curve.get_ydata()) for curve in panel.lines]
-    assert drawn_lines[::2] == [("int8", 64, 128), ("MXFP4", 9)]
 
 
 def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):

@@ -9,15 +9,13 @@ from analysis.figures import (
     attention_logits,
     feature_size,
     features,
-    layer_noise,
     rate_map,
     recipes_by_size,
     scores,
 )
-from analysis.load import NoRunsError
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, ModelConfig
-from tests.analysis.conftest import drawn, legend, write_rows
+from tests.analysis.conftest import drawn, legend
 
 BLOCKS = [paper.BLOCK.format(k) for k in (0, ModelConfig().vision_layers - 1)]
 INT8 = {"grad_weight": {"format": "int8", "g": "columnwise", "x": "columnwise"}}
@@ -55,20 +53,6 @@ def test_features_are_relative_to_the_bf16_run_of_the_same_seed(plant, query):
     (ax,) = drawn(feature_size, frame)
     names = [label.get_text() for label in ax.get_yticklabels()]
     assert names == [features.ROUNDING, "LLM.int8()", "int8 weight gradient only"]
-
-
-def test_features_without_a_recipe_or_a_bf16_run_are_no_figure_nor_those_of_another_step(
-    plant, query
-):
-    plant((9, 9), recipe="llm_int8", experiment="weight_gradient")
-    with pytest.raises(NoRunsError, match="no run agrees .* bf16 run of experiment=accuracy"):
-        query(feature_size)
-    plant((2, 4))
-    assert set(query(feature_size)["ratio"]) == {1, 9 / 4, 9 / 2}
-    plant((2, 4), seed=1)
-    plant((3, 8), seed=1, recipe="llm_int8", end=10)
-    frame = query(feature_size)
-    assert frame.loc[(frame["seed"] == 1) & (frame["recipe"] != "bf16"), "ratio"].tolist() == [1.5]
 
 
 def test_logits_are_the_largest_of_any_block_at_the_end_and_settings_are_told_apart(plant, query):
@@ -111,16 +95,6 @@ def test_losses_and_features_by_size_are_relative_to_bf16_of_the_same_seed(plant
         assert of_loss == pytest.approx([percent] * 2) and of_size == [2, 2]
         of_loss, of_size = means.loc[model, "bf16"]  # relative to the geometric mean
         assert of_loss == pytest.approx([-29.289, 41.421], abs=1e-3) and of_size == [1, 1]
-    left, right = drawn(recipes_by_size, frame)
-    ticks = [label.get_text() for label in left.get_xticklabels()]
-    assert ticks == ["ViT-B/14", "ViT-L/14"]
-    names = ["bf16", "LLM.int8()", "int8 weight gradient only"]
-    assert legend(left) == names
-    bars = {line.get_label(): line for line in right.lines if line.get_marker() == "_"}
-    assert list(bars) == names and list(bars["LLM.int8()"].get_ydata()) == [2, 2]
-    assert "at step 2, relative to bf16" in right.get_ylabel()
-    caption = recipes_by_size.caption(frame)
-    assert "12 runs at true_size scale" in caption and "gray: 3%, which count as equal" in caption
 
 
 def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, query):
@@ -139,12 +113,6 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     assert set(frame["model"]) == {"vit_h14"} and frame["lr"].max() == 2e-3
     by_rate = frame[frame["recipe"] == "bf16"].set_index("lr")["validation_loss"]
     assert by_rate[:3].to_dict() == {2.5e-4: 0.2, 5e-4: 0.3, 1e-3: 0.6}
-    plant((1, 1), loss=0.4, model="mini_l", recipe="switchback", lr=1e-3, **keys)
-    small, large = drawn(rate_map, query(rate_map))
-    assert [ax.get_title() for ax in (small, large)] == ["mini L", "ViT-H/14"]
-    assert small.get_yscale() == large.get_xscale() == "log"
-    names = legend(small)
-    assert names == ["bf16", "SwitchBack int8"]  # the third ran at one rate
 
 
 def noises():
@@ -161,26 +129,3 @@ def noises():
                        "format": "bf16" if is_bf16 else "int8", "sqnr_db": 99.0,
                        "product_sqnr_db": np.inf if is_bf16 else db,
                        "underflowed": 0.1 * step + (operand != "g") * 0.5}  # fmt: skip
-
-
-def test_noise_of_layers_is_that_of_narrow_weight_gradients_over_the_most_tokens(plant, query):
-    run = plant((1, 1), experiment="weight_gradient")
-    plant((1, 1), experiment="weight_gradient", seed=1)  # not measured
-    with pytest.raises(NoRunsError, match=r"python -m experiments\.quant_error run=RUN"):
-        query(layer_noise)
-    write_rows(run / "quant_error.jsonl", noises())
-    frame = query(layer_noise)
-    assert len(frame) == 3 * 2 * 3
-    assert set(frame["run"]) == {run.name} and set(frame["terms"]) == {1024}
-    assert set(frame["recipe"]) == {"llm_int8", "fp8_tensorwise"}
-    noise, of_text, zeros, _ = drawn(layer_noise, frame)
-    names = legend(noise)
-    lines = {line.get_label(): list(line.get_ydata()) for line in noise.lines}
-    assert list(lines) == names == ["LLM.int8()", "fp8 tensor-wise"]
-    assert lines["LLM.int8()"] == [39, 37, 35]  # medians of the layers 0 and 2
-    assert list(of_text.lines[0].get_ydata()) == [39, 37, 35]
-    assert [ax.get_title() for ax in (noise, of_text)] == [features.VISION, features.TEXT]
-    assert list(zeros.lines[0].get_ydata()) == pytest.approx([0, 0.1, 0.2])
-    caption = layer_noise.caption(frame)
-    assert "Weight gradients of 3 layers of nano on shapes: 1 run at mini scale" in caption
-    assert "summed over 1,024 tokens" in caption

@@ -1,11 +1,9 @@
 """Runs are compared only if they agree in every setting that changes weights."""
 
-import numpy as np
 import pandas as pd
 import yaml
 
 from analysis import comparison, evidence, load_runs
-from analysis.measures import name_methods
 from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import Config
 from lowprec.runs.identity import identity
@@ -104,20 +102,6 @@ def test_records_with_a_key_that_is_gone_are_compared_with_new_ones(make_run, tm
     old.write_text(yaml.dump(config))
     heads = load_runs(tmp_path / "runs").runs
     assert len(comparison.matched(heads, "precision.label", ("bf16", "switchback"))) == 2
-
-
-def test_labels_say_in_which_setting_runs_of_one_recipe_differ():
-    custom = {"precision.label": "custom", "precision.recipe": "custom"}
-    runs = table(*({**custom, "precision.products.output": value} for value in ("int8", np.nan)))
-    first, second = name_methods(runs)["method"]
-    assert "output=int8" in first and "output=null" in second
-
-
-def test_label_is_the_same_for_all_models():
-    fp16 = {**SWITCHBACK, "precision.autocast": "fp16"}
-    runs = table(SWITCHBACK, fp16, {**SWITCHBACK, "model.name": "mini_b"})
-    bf16, fp16, other_model = name_methods(runs)["method"]
-    assert "autocast=fp16" in fp16 and other_model == bf16 != fp16
 
 
 def test_kind_of_gpu_is_read_from_the_attempts(make_run, tmp_path):

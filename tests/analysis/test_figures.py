@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, make, paper, style
+from analysis import load_runs, make, paper
 from analysis.figures import (
     FIGURES,
     accuracy_vs_size,
@@ -15,34 +15,11 @@ from analysis.figures import (
     gradient_magnitude,
     loss_curves,
     one_product,
-    spikes_vs_lr,
-    spikes_vs_precision,
     update_clipping,
 )
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, PrecisionChangeConfig
 from tests.analysis.conftest import drawn, legend
-
-
-def test_lines_are_every_step_and_the_median_of_seeds(make_run, tmp_path):
-    for seed in range(2):
-        losses = np.linspace(5, 1, 200) + np.where(np.arange(200) == 150, seed, 0.1 * seed)
-        make_run(optimizer="adamw", num_steps=200, seed=seed, losses=losses)
-    make_run(optimizer="stable_adamw", num_steps=200)
-    runs = load_runs(tmp_path / "runs")
-    frame = loss_curves.query(runs)
-    axes = drawn(loss_curves, frame)
-    assert [ax.get_title() for ax in axes] == ["nano, StableAdamW", "nano, AdamW"]
-    recorded = runs.metrics.pivot(index="step", columns="run", values="loss")
-    lines = {tuple(line.get_ydata()): line for ax in axes for line in ax.get_lines()}
-    assert len(lines) == 4 and all(len(values) == 200 for values in lines)
-    for run, part in frame.groupby("run"):
-        line = lines[tuple(recorded[run])]  # as high as its spike
-        assert line.get_color() == style.color("bf16", part["optimizer"].iloc[0])
-    seeds = frame.loc[frame["optimizer"] == "adamw", "run"].unique()
-    median = style.smooth(recorded[seeds].median(axis=1), 20)  # a tenth of the steps
-    [thick] = [line for line in axes[1].get_lines() if line.get_linewidth() > 1]
-    np.testing.assert_allclose(thick.get_ydata(), median)
 
 
 def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, tmp_path):
@@ -144,15 +121,6 @@ def test_accuracy_is_that_of_the_last_step_in_percent_and_a_cross_where_there_is
     assert ticks == ["0.9", "0.99", "0.995"]
 
 
-def test_an_accuracy_of_seeds_is_their_mean_with_every_seed_a_point(make_run, query):
-    for seed, score in ((0, 0.2), (1, 0.4)):
-        make_run(num_steps=60, seed=seed, columns={"zero_shot/top1": np.full(60, score)})
-    [accuracy] = drawn(update_clipping, query(update_clipping))
-    mean, points = accuracy.get_lines()
-    assert mean.get_ydata() == pytest.approx([30])
-    assert sorted(points.get_ydata()) == pytest.approx([20, 40])
-
-
 BLOCKS = [paper.BLOCK.format(k) for k in range(4)]
 WEIGHTS = [f"{block}.mlp.c_proj.weight" for block in BLOCKS]
 NUM_STEPS = 200
@@ -190,30 +158,6 @@ def test_features_are_those_of_the_vision_tower_at_the_first_and_last_record(
     means = frame[frame["intervention"] == "none"].set_index(["at", "block"])["feature_mean"]
     assert means["first"].to_dict() == {0: 50, 1: 100, 2: 150, 3: 200}
     assert means["last"].to_dict() == {0: 200, 1: 400, 2: 600, 3: 800}
-
-
-def test_gradients_are_of_the_last_product_of_the_drawn_blocks(record, query):
-    record()
-    frame = query(gradient_magnitude)
-    norms = frame.pivot(index="step", columns="block", values="gradient")
-    assert norms.columns.tolist() == [0, 1, 2, 3] and len(norms) == NUM_STEPS
-    assert norms.loc[10].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert np.isnan(norms.loc[20, 0])  # infinite: a gap
-
-
-def test_seeds_share_the_panels_and_names_of_magnitudes(record, query):
-    for seed in (0, 1):
-        record(seed=seed)
-        record("zero_init", seed)
-    (ax,) = drawn(feature_magnitude, query(feature_magnitude))
-    ends = [f"step {step}" for step in (50, 200)]
-    names = ("no change", "zero-init layer-scale")
-    assert legend(ax) == [f"{name}, {end}" for name in names for end in ends]
-    axes = drawn(gradient_magnitude, query(gradient_magnitude))
-    assert [ax.get_title() for ax in axes] == ["nano\nno change", "nano\nzero-init layer-scale"]
-    assert [ax.get_ylabel() for ax in axes] == ["gradient norm", ""]
-    assert legend(axes[0]) == ["first block", "block at 1/3", "block at 2/3", "last block"]
-    assert len(axes[0].lines) == 2 * 2 * 4
 
 
 def test_one_tiny_gradient_does_not_stretch_the_axes(record, query):
@@ -291,31 +235,6 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
     assert capsys.readouterr().err.count("left out") == 1
 
 
-@pytest.mark.parametrize(
-    ("figure", "values", "titles"),
-    [
-        (spikes_vs_lr, [{"lr": 5e-4}, {"lr": 4e-3}], ["lr 5e-4", "lr 0.001", "lr 0.004"]),
-        (
-            spikes_vs_precision,
-            [{"recipe": "fp8_tensorwise"}, {"recipe": "switchback"}],
-            ["bf16", "SwitchBack int8", "fp8 tensor-wise"],
-        ),
-    ],
-)
-def test_panels_of_a_setting_include_the_runs_of_stability(
-    make_run, tmp_path, figure, values, titles
-):
-    for value in values:
-        make_run(experiment=figure.studies[0], scale="mini", num_steps=20, **value)
-    for keys in ({}, {"optimizer": "stable_adamw"}, {"beta2": 0.999}, {"batch_size": 64}):
-        make_run(experiment="stability", scale="mini", num_steps=20, **keys)
-    slug, out = figure.studies[0], tmp_path / "out"
-    assert make.main([slug, "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
-    assert pd.read_csv(out / f"{slug}_mini.csv")["run"].nunique() == 3
-    frame = figure.query(load_runs(tmp_path / "runs"))
-    assert [ax.get_title() for ax in drawn(figure, frame)] == titles
-
-
 def test_one_product_is_drawn_by_product_and_format_beside_16_bits(evaluated, query):
     operands = {"output": {"x": "rowwise", "w": "rowwise"}, "grad_input": {"g": "rowwise"}}
     operands |= {"grad_weight": {"g": "columnwise", "x": "columnwise"}}
@@ -355,11 +274,3 @@ def test_an_accuracy_axis_that_does_not_start_at_0_says_so(make_run, query):
         (ax,) = drawn(accuracy_vs_size, query(accuracy_vs_size))
         assert (ax.get_ylim()[0] > 0) == is_said
         assert ax.get_ylabel() == f"mean R@1 (%{', axis not from 0' * is_said})"
-
-
-def test_methods_of_one_model_fill_the_panel(evaluated, query):
-    for recipe in ("high", "switchback", "llm_int8"):
-        evaluated(recipe)
-    (ax,) = drawn(accuracy_vs_size, query(accuracy_vs_size))
-    places = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "o"]
-    assert len(set(places)) == 3 and np.ptp(places) > 0.3 * np.ptp(ax.get_xlim())

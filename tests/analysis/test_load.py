@@ -109,18 +109,6 @@ def test_a_running_run_loads_without_steps_or_with_a_torn_last_line(make_run, st
     assert note(runs, run) == f"running: {steps} of 60 steps"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{nonsense: [", "a string", "1: 2", "", "seed: 0\nmodel: {name: nano}", "seed: 0\nmodel: {"],
-)
-def test_damaged_config_keeps_metrics_and_tensors(make_run, text):
-    run = make_run(num_steps=20)
-    (run / "config.yaml").write_text(text)
-    runs = load_runs(run, experiment="loss_curves", scale="demo")
-    assert note(runs, run) == "config.yaml is damaged"
-    assert len(runs.metrics) == 20 and len(runs.tensors(CONV)) == 20
-
-
 def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
     (tmp_path / "results").mkdir()
     absent, none = f"no such folder; nearest: {tmp_path}/results", "no runs at or below this folder"

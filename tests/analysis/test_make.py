@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 
 import fsspec
@@ -12,7 +11,6 @@ import pytest
 
 from analysis import load_runs, make
 from analysis.figures import loss_curves, op_profile
-from lowprec.config.compose import CONF
 
 
 @pytest.fixture(name="run_make")
@@ -102,13 +100,6 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     assert run_make("--scale", "paper", "--experiment", "any")[0] == 0
     code, _, err = run_make("--scale", "paper", "--experiment", "any", slug="loss_scaler")
     assert code == 2 and "the figure shows no such runs" in err
-
-
-def test_runs_that_lack_what_a_figure_shows_name_an_experiment_that_has_it(make_run, run_make):
-    make_run(num_steps=20, experiment="watched", tables={})
-    code, _, err = run_make("--experiment", "any", slug="lead_histogram")
-    (name,) = re.findall(r"to make runs: python -m experiments.train -m experiment=(\w+)", err)
-    assert code == 2 and (CONF / "experiment" / f"{name}.yaml").exists()
 
 
 @pytest.mark.usefixtures("no_pictures")

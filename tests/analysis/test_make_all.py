@@ -236,12 +236,3 @@ def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run,
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
     assert errors.count("not drawn: ") == len(FIGURES) - 1
     assert "--experiment" not in errors
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_all_figures_can_be_drawn_of_any_runs(make_run, tmp_path):
-    make_run(num_steps=20, scale="mini", experiment=None)
-    out = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    assert make.main(["all", *out]) == 2
-    assert make.main(["all", *out, "--experiment", "any"]) == 0
-    assert (tmp_path / "out" / "loss_curves_mini.png").exists()

@@ -23,12 +23,6 @@ def test_runs_of_a_study_are_those_with_its_settings(make_run, tmp_path):
     assert study.count_missing("loss_curves", "mini", others) == (10, 10)
 
 
-def test_a_run_without_the_studys_change_of_precision_does_not_stand_in_for_one(make_run, tmp_path):
-    make_run(**OF_STUDY, optimizer="stable_adamw", recipe="nvfp4")
-    runs = load_runs(tmp_path / "runs").runs
-    assert study.count_missing("formats", "mini", runs) == (21, 20)
-
-
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
     about = make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]
     missing = re.findall(r"\d+ of the study's \d+ runs are not made", about["caption"])
@@ -108,10 +102,3 @@ def test_a_run_that_cannot_be_drawn_is_marked(make_run, tmp_path, damage):
         run = make_run(experiment="rms_and_loss", beta2=beta2, **OF_STUDY)
     damage(run)
     assert the_mark(tmp_path).startswith("1 of 2 runs not drawn")
-
-
-@pytest.mark.usefixtures("asked")
-def test_runs_that_a_figure_is_not_about_are_not_lost(make_run, tmp_path):
-    for optimizer in ("adamw", "stable_adamw"):  # only AdamW has a panel
-        make_run(experiment="rms_and_loss", optimizer=optimizer, beta2=0.999, **OF_STUDY)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made"

@@ -1,17 +1,14 @@
 """Any recorded name of any runs is drawn as it was recorded: nothing is smoothed or mixed."""
 
-import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
-from matplotlib.colors import to_hex
 
 from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
@@ -21,7 +18,6 @@ from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
 from lowprec import waiting
-from lowprec.config.schema import PrecisionChangeConfig
 from tests.analysis.conftest import drawn, legend
 
 CONV = "visual.conv1.weight"
@@ -88,20 +84,6 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
     assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
 
 
-@pytest.mark.parametrize("hue", ["", "precision"])
-def test_precisions_have_distinct_colors_and_the_axis_ends_at_the_last_recorded_step(
-    make_run, tmp_path, hue
-):
-    for recipe in ("high", "switchback", "mxfp4", "nvfp4"):
-        make_run(recipe=recipe, num_steps=40, steps=20, state="running")
-    for step in (*range(4, 10), 11):  # a precision that changes has no color of its own
-        change = PrecisionChangeConfig(step=step, recipe="high")
-        make_run(recipe="nvfp4", precision_change=change, num_steps=40, steps=20, state="running")
-    [ax] = drawn(*plot.sentence(load_runs(tmp_path / "runs"), hue=hue))
-    colors = [to_hex(line.get_color()) for line in ax.lines]
-    assert len(colors) == len(set(colors)) == 11 and ax.get_xlim() == (0, 20)
-
-
 @pytest.mark.parametrize("x", ["step", "optimizer.lr"])
 def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
     with style():  # whose letters are smaller than matplotlib's
@@ -159,20 +141,6 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     )
     assert plot.main(["--runs", str(runs.root), "--out", "/proc/x/mine"]) == 2
     assert capsys.readouterr().err == "error: /proc/x: No such file or directory\n"
-
-
-def test_the_module_is_a_command(tmp_path):
-    command = [sys.executable, "-m", "analysis.plot", "--runs", str(tmp_path), "loss"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 2 and "KEY=VALUE is expected" in ended.stderr
-
-
-def test_an_error_of_a_remote_folder_is_printed_without_a_file_name(capsys):
-    def main(arguments):
-        raise OSError("bucket: no access")
-
-    assert cli.entry(main)([]) == 2
-    assert capsys.readouterr().err == "error: bucket: no access\n"
 
 
 def test_a_slow_command_says_what_it_is_doing(monkeypatch, capsys):

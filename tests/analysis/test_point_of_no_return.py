@@ -5,8 +5,6 @@ import pytest
 
 from analysis import load_runs
 from analysis.figures import point_of_no_return
-from analysis.load import NoRunsError
-from analysis.make import main as make
 from experiments import compact
 from experiments.replay_report import Replay, table
 from lowprec.diagnostics.spikes import Protocol
@@ -114,10 +112,3 @@ def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, 
         with pytest.warns(UserWarning, match="damaged_table.csv: left out"):
             copied = point_of_no_return.query(load_runs(out))
         assert len(copied) == 2 * (2 + 2) + 2 * (3 + 1)
-
-
-def test_without_tables_the_command_is_named(make_run, tmp_path):
-    make_run(num_steps=20, experiment="point_of_no_return", scale="mini")
-    arguments = ["point_of_no_return", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]
-    with pytest.raises(NoRunsError, match="experiment=point_of_no_return_mini"):
-        make.__wrapped__(arguments)

@@ -16,7 +16,7 @@ from analysis.report import page as report_page
 from analysis.report.collect import speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
-from lowprec.config.schema import PrecisionChangeConfig, ScheduleConfig
+from lowprec.config.schema import PrecisionChangeConfig
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 
 CONV = "visual.conv1.weight"
@@ -150,14 +150,6 @@ def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):
     assert sorted(steps) == ["30, ", "45, ", "null"]
 
 
-def test_a_change_of_precision_names_every_recipe_before_it(make_run, page_of):
-    for recipe in ("switchback", "llm_int8"):
-        change = PrecisionChangeConfig(step=30, recipe="high")
-        make_run(num_steps=60, recipe=recipe, precision_change=change)
-    (note,) = page_of().figure["layout"]["annotations"]
-    assert note["text"] == "llm_int8, switchback until here"
-
-
 def test_seeds_are_folded_into_means_and_accuracies_are_percentages(make_run, page_of):
     for seed, lr, top1 in ((0, 1e-3, 0.5), (1, 1e-3, 0.7), (0, 2e-3, 0.25)):
         columns = {"zero_shot/top1": np.full(60, top1)}
@@ -212,16 +204,6 @@ def test_a_watched_page_does_not_wait_for_runs_that_do_not_go_on(
     assert "1 run: 1 preempted" in out.read_text()
 
 
-def test_a_full_disk_leaves_the_old_page_and_names_the_file(make_run, tmp_path, capsys, fill_disk):
-    run, out = make_run(num_steps=60), tmp_path / "out" / "r.html"
-    out.parent.mkdir()
-    out.write_text("old")
-    fill_disk()
-    assert report_main.main(["--runs", str(run), "--out", str(out)]) == 2
-    assert "r.html.tmp cannot be written: No space left" in capsys.readouterr().err
-    assert list(out.parent.iterdir()) == [out] and out.read_text() == "old"
-
-
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
@@ -272,19 +254,6 @@ def test_thinning_keeps_extremes_gaps_and_the_steps_around_spikes():
     assert curves["loss"].iloc[kept].isna().any()
     assert len(kept) < 400 + 90 and (np.diff(kept) > 0).all()
     assert len(thin(curves.iloc[:400], 400, [])) == 400
-
-
-def test_losses_are_ranked_among_equal_chance_levels_only(make_run, page_of):
-    make_run(num_steps=60)
-    make_run(num_steps=60, seed=1)
-    text = page_of().text
-    assert "lowest final loss0." in text
-    make_run(num_steps=60, batch_size=64, schedule=ScheduleConfig(warmup_steps=5))
-    page = page_of()
-    assert "lowest final lossnot ranked" in page.text
-    settings = page.section("Results, and").partition("Settings and results")[0]
-    assert any("warmup_steps=null" in label for label in page.data["labels"])
-    assert " null " in settings and "Not examined" in page.text
 
 
 def test_scores_are_ranked_among_runs_of_the_same_data_only(make_run, page_of):
@@ -340,18 +309,6 @@ def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):
     assert failures.count("finished, collapsed") == failures.count("collapsed") == 1
     assert failures.count("tensors are not there") == 1
     assert failures.count("finished, damaged") == 1
-
-
-@pytest.mark.parametrize("damage", ["config", "empty", "no tensors", "timing"])
-def test_a_single_damaged_run_still_gives_a_page(make_run, page_of, damage):
-    run = make_run(num_steps=20, steps=0 if damage == "empty" else 20, state="running")
-    if damage == "config":
-        (run / "config.yaml").write_text("")
-    if damage == "no tensors":
-        shutil.rmtree(run / "tensors")
-    if damage == "timing":
-        (run / "timing.jsonl").write_text('{"step": 1, "step_ms": "fast", "wall_s": null}\n')
-    assert "1 run: 1 running" in page_of().text
 
 
 def test_speed_is_the_median_and_hours_cover_all_attempts():

@@ -107,11 +107,6 @@ def test_single_tensors_are_fewer_than_those_of_the_model(scaled, name, kept, ve
     assert one(scaled("fixed", skips=(61, 122), **keys), "C12", "fixed").verdict == verdict
 
 
-def test_single_tensors_under_an_unknown_intervention_are_not_counted(scaled):
-    runs = scaled("fixed", skips=(61, 122), intervention=InterventionConfig("mine"))
-    assert one(runs, "C12", "fixed").verdict == UNDECIDED
-
-
 MANY = tuple(range(60, 390, 32))
 
 
@@ -261,15 +256,6 @@ def test_spikes_by_rate_batch_and_size_include_the_runs_of_stability(
     for number in ("loss spikes grow with", "highest loss spike grows with"):
         finding = one(evidence, "C9", f"{number} {words}")
         assert finding.verdict == verdict and "6 runs, 2 seeds" in finding.ours
-
-
-def test_other_studies_add_no_levels_to_a_trend(spiking):
-    for lr, at in ((1e-3, ()), (2e-3, MANY[:2]), (4e-3, MANY[:4])):
-        spiking("adamw", 0.99, at, lr=lr, experiment="spikes_vs_lr")
-    root = spiking("adamw", 0.99, MANY[:3], lr=1.952e-3)
-    finding = one(root, "C9", "loss spikes grow with the learning rate")
-    assert finding.verdict == HELD and "lr 0.001952" not in finding.ours
-    assert finding.why.endswith("2026-11-22: undecided (lower at some larger value)")
 
 
 def test_a_trend_needs_three_levels_and_is_corrected_for_the_settings_tested(spiking):

@@ -3,8 +3,6 @@
 These are `spike_heights`, `loss_scaler` and `rms_and_loss`.
 """
 
-import inspect
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,13 +10,12 @@ import pytest
 from analysis import load_runs, paper, spike_marks
 from analysis.figures import (
     lead_histogram,
-    loss_scaler,
     rms_and_loss,
     spike_heights,
     spikes,
 )
 from analysis.measures import RECALL
-from lowprec.config.schema import DiagnosticsConfig, ScalerConfig, SpikeConfig
+from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn, legend, points
 
@@ -55,14 +52,6 @@ def plant_fixture(make_run):
         return make_run(losses=losses, tables=tables, **keys)
 
     return plant
-
-
-def test_spikes_are_those_of_the_thresholds_in_the_runs_own_config(plant, query):
-    plant(diagnostics=DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=450, window=100)))
-    frame = query(rms_and_loss)
-    assert frame.loc[frame["loss_spike"], "step"].tolist() == [500, 600, 700]
-    assert frame["ignore_steps"].unique().tolist() == [450]
-    assert "ignore_steps" in rms_and_loss.caption(frame)
 
 
 def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
@@ -121,19 +110,6 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 run." in spike_heights.caption(frame)
 
 
-def test_optimizers_at_one_beta2_stand_side_by_side(plant, query):
-    names = ("stable_adamw", "adamw", "muon")
-    for rank, name in enumerate(names):
-        recall = dict.fromkeys(RECALL, np.full(STEPS, 0.3 + rank / 10))
-        plant({400: 3}, optimizer=name, columns=recall, experiment="optimizers")
-    left, right = drawn(spike_heights, query(spike_heights))
-    of_spikes, of_runs = ([line.get_xdata()[0] for line in ax.lines] for ax in (left, right))
-    assert of_spikes == [*dict.fromkeys(of_runs)] == sorted(set(of_runs)) and len(of_spikes) == 3
-    for ax in (left, right):  # the axes name them, and there is no legend
-        names = [label.get_text() for label in ax.get_xticklabels()]
-        assert names == ["StableAdamW", "AdamW", "Muon"] and not ax.figure.legends
-
-
 def test_8_bit_moments_and_each_response_to_warnings_are_optimizers_of_their_own(plant, query):
     plant(optimizer="stable_adamw", experiment="optimizers", optim_bits=8)
     for action in ("none", "clip", "skip", "beta2"):
@@ -166,32 +142,6 @@ def test_runs_evaluated_right_after_a_reset_are_open_points(
     assert ("Open points: StableSPAM, " in spike_heights.caption(frame)) == is_open
 
 
-def test_resets_are_as_often_as_in_the_library():
-    library = pytest.importorskip("pytorch_optimizer")
-    gap = inspect.signature(library.StableSPAM).parameters["update_proj_gap"].default
-    assert spikes.RESETS == {"stable_spam": gap}
-
-
-def test_means_show_the_smallest_and_the_largest_run(plant, query):
-    for beta2, values in {0.9: (0.1, 0.2, 0.6), 0.99: (0.3, 0.5)}.items():
-        for seed, value in enumerate(values):
-            columns = dict.fromkeys(RECALL, np.full(STEPS, value))
-            plant({}, beta2=beta2, seed=seed, columns=columns, experiment="stability")
-    _, right = drawn(spike_heights, query(spike_heights))
-    [spread] = right.collections
-    ends = [path.vertices[:, 1].tolist() for path in spread.get_paths()]
-    np.testing.assert_allclose(ends, [[10, 60], [30, 50]])
-
-
-def test_a_run_without_spikes_is_counted(plant, query):
-    plant({}, experiment="stability")
-    frame = query(spike_heights)
-    assert frame["part"].tolist() == [
-        "runs"
-    ] and "Loss spikes: AdamW 0 in 1 run." in spike_heights.caption(frame)
-    drawn(spike_heights, frame)
-
-
 def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, query):
     seeds = {0.9: (0, 1, 2), 0.99: (1, 2), 0.995: (2, 3), 0.999: (1,), 0.5: (4, 5)}
     for beta2, of_setting in seeds.items():
@@ -205,32 +155,3 @@ def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, qu
     caption = rms_and_loss.caption(frame)
     assert "beta2 = 0.9, bf16, AdamW, seed 1 of 3: " in caption
     assert "beta2 = 0.999, bf16, AdamW, seed 1: " in caption
-
-
-def test_adamw_counts_alone_among_several_optimizers(plant, query):
-    plant(optimizer="stable_adamw")
-    assert query(rms_and_loss)["optimizer"].unique().tolist() == ["stable_adamw"]
-    plant({400: 3, 500: 8}, optimizer="adamw_clip")
-    plant({400: 3, 500: 8, 700: None})
-    frame = query(rms_and_loss)
-    assert frame["optimizer"].unique().tolist() == ["adamw"]
-    assert "2 of 3 loss spikes" in rms_and_loss.caption(frame)
-
-
-def test_the_steps_around_the_highest_loss_spike_are_drawn_by_scaler(plant, query):
-    steps = np.arange(1, STEPS + 1)
-    columns = {"loss_scale": np.where(steps > 601, 2.0**15, 2.0**16)}
-    columns["skipped_tensors"] = np.isin(steps, (601, 602)) * 2
-    for seed, name in ((0, "dynamic"), (1, "dynamic"), (0, "fixed")):
-        plant(seed=seed, autocast="fp16", scaler=ScalerConfig(name), columns=columns)
-    frame = query(loss_scaler)
-    assert frame["run"].nunique() == 3
-    assert frame["spike"].unique().tolist() == [600]
-    at = frame[frame["scaler"] == "fixed"].set_index("step")
-    assert at.index.tolist() == list(range(500, 701))
-    assert at.loc[601:602, "loss_scale"].tolist() == [65536, 32768]
-    loss, fixed, scale, _ = drawn(loss_scaler, frame)
-    assert [loss.get_title(), fixed.get_title()] == ["dynamic loss scale", "fixed loss scale"]
-    assert [len(line.get_xdata()) for line in scale.lines] == [201, 201, 2]
-    ticks = [line.get_xdata().tolist() for line in loss.lines if line.get_marker() == "|"]
-    assert ticks == [[1, 2], [1, 2]] and len(legend(loss)) == 1

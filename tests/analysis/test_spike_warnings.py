@@ -86,24 +86,6 @@ def test_counts_agree_with_the_coincidence_of_spikes_and_its_shifts(make_run, qu
         assert counts == [expected[name] for name in columns] and counts[1] > 0
 
 
-def test_a_warning_at_the_spike_or_after_it_is_worth_nothing(plant, query):
-    plant({200: 5, 301: 5})
-    frame = query(spike_warnings)
-    assert at(frame, "rms", 2.3).loc[32, NAMES].tolist() == [2, 0, 2, 0]
-
-
-def test_a_warning_between_onset_and_detection_is_late_from_the_onset(make_run, query):
-    losses = spiking(STEPS, [200], 0.5, 4)
-    losses[198] = 2.0205  # raised, but no outlier
-    rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
-    rms.loc[199] = 5
-    make_run(losses=losses, tables={"tensors": {"rms": rms}}, num_steps=STEPS,
-             diagnostics=WATCHED, experiment="stability")  # fmt: skip
-    frame = query(spike_warnings)
-    num_warned = [at(frame, "rms", 2.3, by).loc[8, "num_warned"] for by in ("detection", "onset")]
-    assert num_warned == [1, 0]
-
-
 def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(plant, query):
     """RMS_t of 5 at each beta2 before spikes, and of 3 with none after: 5 separates, rho cannot."""
     for beta2 in (0.98, 0.99, 0.999):
@@ -135,32 +117,3 @@ def test_deviations_and_their_sum_are_those_of_the_steps_before():
     np.testing.assert_allclose(found, expected)
     sums = early_warnings.cumulative_sum(np.array([np.nan, 2, np.inf, 0.3, -3, 1]))
     np.testing.assert_allclose(sums, [0, 1.5, 1.5, 1.3, 0, 0.5])
-
-
-def test_a_gradient_norm_that_rises_before_the_spikes_warns_of_them(plant, query):
-    rng = np.random.default_rng(0)
-    norm = 1 + 0.1 * rng.standard_normal(STEPS)
-    norm[[195, 295]] += 2  # steps 196 and 296, 4 before the spikes
-    plant({}, columns={"grad_norm": norm})
-    frame = query(spike_warnings)
-    assert at(frame, "deviation", 10).loc[8, NAMES].tolist() == [2, 2, 2, 2]
-    assert at(frame, "deviation", 10).loc[2, NAMES].tolist() == [2, 0, 2, 0]
-    assert at(frame, "cusum", 10).loc[8, NAMES].tolist() == [2, 2, 2, 2]
-
-
-def test_intervals_widen_with_runs_that_differ(plant, query):
-    for beta2 in (0.98, 0.99):
-        plant({198: 5, 298: 5}, beta2=beta2, seed=0)
-        plant({120: 5, 250: 5}, beta2=beta2, seed=1)  # warnings of nothing
-    shares = early_warnings.transferred(query(spike_warnings))["detection", "rms", 8]
-    low, high = early_warnings.interval(shares[1:, 0])
-    assert shares[0, 0] == 0.5 and low < 0.2 and high > 0.8
-
-
-def test_one_beta2_and_runs_without_spikes_or_tensors_are_drawn(plant, make_run, query):
-    plant({}, spikes=())
-    make_run(num_steps=60, experiment="stability", tables={}, seed=1)
-    frame = query(spike_warnings)
-    assert frame["run"].nunique() == 1 and early_warnings.transferred(frame) == {}
-    drawn(spike_warnings, frame)
-    assert "F1 0" not in spike_warnings.caption(frame)

@@ -12,7 +12,7 @@ import pytest
 from analysis import load_runs, spike_marks, spikes
 from analysis.figures import rms_and_loss
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn, points, write_rows
+from tests.analysis.conftest import drawn, write_rows
 
 CONV1, PROJ = "visual.conv1.weight", "visual.proj"
 C_FC = "transformer.resblocks.0.mlp.c_fc.weight"
@@ -168,19 +168,6 @@ def test_incomplete_run_is_reported_as_far_as_it_goes(plant, capsys, keys, sente
     assert sentence in capsys.readouterr().out
 
 
-def test_chance_is_told_once_for_a_short_run_and_by_local_shifts_too_for_a_long_one(plant, capsys):
-    for num_steps, count in ((2000, 1), (3002, 2)):
-        spikes.main(["--run", str(plant(num_steps=num_steps))])
-        assert capsys.readouterr().out.count("By chance") == count
-
-
-def test_a_collapse_is_named(make_run, capsys):
-    losses = np.where(np.arange(200) < 80, 3.0, np.log(128) + 0.05)
-    spikes.main(["--run", str(make_run(num_steps=200, losses=losses))])
-    out = capsys.readouterr().out
-    assert "The run collapsed: the loss has been at chance level, 4.85, since step 81.\n" in out
-
-
 def test_spikes_of_a_collapse_are_told_from_those_that_pass(make_run, capsys):
     chance = np.log(128)
     losses = 1 + np.tile([0.0, 0.01], 600)
@@ -200,13 +187,6 @@ def test_spikes_of_a_collapse_are_told_from_those_that_pass(make_run, capsys):
     assert recovered in capsys.readouterr().out
 
 
-def test_short_run_names_the_option_that_changes_it(make_run, capsys):
-    run = str(make_run(num_steps=60, losses=np.linspace(3, 2, 60)))
-    assert spikes.main(["--run", run, "--ignore-steps", "10"]) == 0
-    out = capsys.readouterr().out
-    assert re.search("Nothing was examined: 60 steps .*--window N", out)
-
-
 def test_a_single_outlier_is_named_where_no_loss_spikes(make_run, capsys):
     losses = 2 + 0.01 * np.sin(np.arange(300))
     losses[149] = 50
@@ -218,18 +198,6 @@ def test_a_single_outlier_is_named_where_no_loss_spikes(make_run, capsys):
     assert spikes.main([*arguments, "--num-deviations", "1"]) == 0
     out = capsys.readouterr().out
     assert "1 loss spike and" in out and "single outlier" not in out
-
-
-def test_run_without_recorded_rms_still_has_loss_spikes(plant, capsys):
-    run = plant()
-    (run / "tensors.parquet").unlink()
-    for stream in (run / "tensors").iterdir():
-        stream.unlink()
-    assert spikes.main(["--run", str(run)]) == 0
-    out = capsys.readouterr().out
-    assert f"3 loss spikes in 2,000 steps; RMS_t of {CONV1} is not recorded there." in out
-    assert "By chance" not in out and "Empty" not in out
-    assert rms_and_loss.query(load_runs(run)).empty
 
 
 def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
@@ -244,29 +212,6 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     assert out.count("By chance") == 1  # of the other run
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
-
-
-def test_missing_runs_and_tensors_are_errors_that_name_what_exists(plant, capsys, tmp_path):
-    assert spikes.main(["--run", str(tmp_path)]) == 2
-    assert "no runs at or below" in capsys.readouterr().err
-    assert spikes.main(["--run", str(plant()), "--tensor", "visual.conv2"]) == 2
-    assert f"no tensor matches 'visual.conv2'; there are 3 tensors, such as {CONV1}" in (
-        capsys.readouterr().err
-    )
-
-
-def test_frame_has_all_steps_with_their_spikes_and_panels_show_them(plant):
-    frame = rms_and_loss.query(load_runs(plant(beta2=0.995)))
-    at = frame.set_index("step")
-    assert at.index.tolist() == list(range(1, 2001))
-    assert at.index[at["loss_spike"]].tolist() == list(SPIKES)
-    assert at.index[at["rms_spike"]].tolist() == [1197, 1492]
-    assert at.index[at["follows"]].tolist() == [1200, 1500]
-    loss, rms = drawn(rms_and_loss, frame)
-    assert sorted(sum(points(loss, "v"), [])) == list(SPIKES) and points(rms, "^") == [[1197, 1492]]
-    np.testing.assert_array_equal(loss.get_lines()[0].get_ydata(), frame["loss"])
-    np.testing.assert_array_equal(rms.get_lines()[0].get_ydata(), frame["rms"])
-    assert "beta2 = 0.995" in loss.get_title()
 
 
 def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):

@@ -1,7 +1,5 @@
 """The figure of all tensors whose RMS spikes come before loss spikes, on planted ones."""
 
-import pandas as pd
-
 from analysis.figures import leads
 from analysis.figures import tensors_before_spikes as FIGURE
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
@@ -39,9 +37,3 @@ def test_tensors_are_counted_from_the_onset_and_the_earliest_is_first(make_run, 
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["alone", "early", "late"]
     assert "late: 4 of 4 follow its 4 RMS spikes" in FIGURE.caption(frame)
-
-
-def test_runs_without_events_give_no_rows(make_run, query):
-    make_run(num_steps=60)
-    assert isinstance(frame := query(FIGURE), pd.DataFrame)
-    assert frame.empty
