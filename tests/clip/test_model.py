@@ -1,7 +1,6 @@
 """Models equal open_clip's in names and numbers; recipes, weights and compilation."""
 
 import dataclasses
-import pickle
 from functools import partial
 
 import pytest
@@ -91,18 +90,6 @@ def test_text_tower_on_a_gpu_computes_what_open_clip_does(monkeypatch):
 
     shapes = compare_paths(monkeypatch, model, run, [model.ln_final], unused)
     assert shapes == {False: [(4, 8, 128)], True: [(4, 128)]}
-
-
-def test_pickled_tower_keeps_its_embedding_compiled(monkeypatch):
-    tower = open_clip.transformer.VisionTransformer(32, 8, 64, 1, 2, 4.0)
-    vision.replace(tower)
-    vision.compile_embedding(tower)
-    tower = pickle.loads(pickle.dumps(tower))
-    compiled = partial(torch.compile, backend="eager", fullgraph=True)
-    monkeypatch.setattr(vision, "is_fast", lambda x: True)
-    monkeypatch.setattr(vision, "_compiled_embed", lambda embed=vision.embed: compiled(embed))
-    monkeypatch.setattr(vision, "embed", None)
-    assert tower(torch.randn(4, 3, 32, 32)).isfinite().all()
 
 
 def test_open_clip_model_by_name_with_other_sizes():

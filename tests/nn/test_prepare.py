@@ -109,14 +109,6 @@ def test_later_call_replaces_all_of_the_earlier_one(graphs):
     assert_near(VIT.gradients(model), quantized)
 
 
-def test_patched_forward_of_a_block_survives():
-    model = VIT.build().train()
-    model.blocks[0].forward = patched = lambda x: x
-    for checkpointing in (True, False):
-        prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
-    assert model.blocks[0].forward is patched and "forward" not in vars(model.blocks[1])
-
-
 class Cache:
     """As transformers' caches: keeps what a block appends."""
 
@@ -188,16 +180,6 @@ def test_failing_forward_on_the_inputs_leaves_mlps_fused():
     assert [type(module) for module in model.modules()] == before
 
 
-def test_copy_of_a_prepared_model_is_independent():
-    model = CLIP.build().train()
-    prepare_for_training(model, "switchback", compile=False, checkpointing=True, skip_slow=False)
-    copied, before = copy.deepcopy(model), clip_loss(model, pair()).item()
-    for parameter in copied.parameters():
-        nn.init.zeros_(parameter)
-    assert clip_loss(model, pair()).item() == before
-    assert not torch.equal(copied(*pair())[0], model(*pair())[0])
-
-
 def names_of_blocks(model):
     names = {module: name for name, module in model.named_modules()}
     return [names[block] for block in find_blocks(model)]
@@ -217,18 +199,6 @@ def test_blocks_are_the_elements_that_contain_layers():
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
-def test_report_names_what_stays_in_16_bit(graphs):
-    model = CLIP.build().train()
-    model.visual.transformer.grad_checkpointing = True
-    nothing = r"converts none of the 16 layers in `where` \(16 bit, no known gain in 8 bits; skip_"
-    with pytest.warns(UserWarning, match=f"^fp8_switchback {nothing}") as caught:
-        report = str(prepare_for_training(model, "fp8_switchback"))  # of "switchback": README
-    assert caught[0].filename == __file__
-    assert report.count("16 bit, no known gain in 8 bits; skip_slow=False") == 2
-    assert "  visual.transformer.resblocks: 2 blocks, compiled, checkpointed\n" in report
-    assert "  transformer.resblocks: 2 blocks, compiled\n" in report
-
-
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_siglip_224")
@@ -242,21 +212,6 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "    switchback, unchecked without `inputs`: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
         "    16 bit, not in `where` or not supported: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
-    ]
-
-
-def test_report_names_layers_of_an_earlier_call_and_a_root_container():
-    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    model = nn.Sequential(block, copy.deepcopy(block), nn.Linear(8, 8))
-    prepare_for_training(model, "switchback", "?.*", compile=False, skip_slow=False)
-    report = prepare_for_training(model, "high", "*.0", compile=False, checkpointing=True)
-    assert str(report).splitlines() == [
-        "high: 2 of 5 linear layers",
-        "  the model: 2 blocks, checkpointed",
-        "    16 bit: 0",
-        "    switchback, from an earlier call: 2",
-        "  outside blocks",
-        "    16 bit, not in `where` or not supported: 2",
     ]
 
 

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, prune
 from lowprec.clip import open_clip
 from lowprec.nn import SwitchBackLinear, apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
-from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import RECIPES, gains_speed
 from lowprec.nn.replace import NoLayerError, replace_attention
 from tests.nn.models import block, with_subclass_weight
@@ -133,20 +132,6 @@ def test_layer_that_its_owner_never_calls_is_ignored():
     assert str(refused.value).endswith('; name them: where=["linear1", "linear2"]')
 
 
-def test_error_suggests_layers_of_blocks_that_can_be_replaced_nearest_first():
-    def layer(**layers):
-        return nn.ModuleDict(layers)
-
-    blocks = [layer(proj=nn.Linear(4, 4), fc1=nn.Linear(4, 4), lora_A=nn.Linear(4, 4))]
-    model = layer(blocks=nn.ModuleList(blocks), head=nn.Linear(4, 2))
-    with pytest.raises(NoLayerError) as refused:
-        apply_recipe(model, "switchback", ["fc2"])
-    assert str(refused.value) == (
-        "no linear layer matches fc2; the model has: blocks.0.proj, blocks.0.fc1; "
-        'name them: where=["fc1", "proj"]'
-    )
-
-
 class Scaled(nn.Linear):
     """A subclass, as in LoRA, that computes something else."""
 
@@ -217,18 +202,6 @@ def test_apply_recipe_keeps_removable_hooks():
     called.clear()
     model(x).sum().backward()
     assert not called
-
-
-def test_hook_on_a_child_of_a_fused_mlp_is_called():
-    model, x, seen = block(), torch.randn(2, 5, 64), []
-    apply_recipe(model, "switchback")
-    expected = model(x)
-    handle = model.block.mlp.gelu.register_forward_hook(lambda *_: seen.append(True))
-    assert isinstance(model.block.mlp, LowPrecisionMLP)
-    assert torch.equal(model(x), expected) and seen
-    handle.remove()
-    model(x)
-    assert len(seen) == 1
 
 
 def encoder():
