@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import stat
-from types import SimpleNamespace
 
 import pytest
 
@@ -69,11 +68,3 @@ def test_a_pipe_in_the_place_of_a_lock_does_not_hang(tmp_path):
     assert not is_locked(tmp_path / ".lock")
     with pytest.raises(RunError, match=r"\.lock is not a regular file"):
         Record(tmp_path)
-
-
-@pytest.mark.parametrize(("inodes", "reason"), [(0, "no inode is free"), (9, "40,960 bytes are f")])
-def test_a_full_disk_is_told_from_one_with_too_many_files(tmp_path, monkeypatch, inodes, reason):
-    facts = SimpleNamespace(f_files=1000, f_favail=inodes, f_bavail=10, f_frsize=4096)
-    monkeypatch.setattr(os, "statvfs", lambda path: facts)
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert reason in str(durable.DiskError(tmp_path / "state.json", error))

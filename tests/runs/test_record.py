@@ -13,7 +13,6 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from lowprec.runs.durable import DiskError
 from lowprec.runs.read import read_rows, read_status
 from lowprec.runs.record import Record, RunBusyError
 from lowprec.runs.tables import missing_steps, read_tensors
@@ -86,16 +85,6 @@ def test_row_that_does_not_fit_is_an_error_and_leaves_nothing(record, monkeypatc
     monkeypatch.undo()
     record.append("metrics", [{"step": 4}])
     assert [row["step"] for row in read_rows(record.run / "metrics.jsonl")] == [1, 2, 4]
-
-
-def test_a_run_that_starts_on_a_full_disk_names_it_and_starts_later(tmp_path, monkeypatch):
-    def full(descriptor, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch, pytest.raises(DiskError, match=r"\.lock .*: No space"):
-        patch.setattr(os, "write", full)
-        Record(tmp_path / "run")
-    Record(tmp_path / "run").close()
 
 
 def test_every_truncation_of_a_stream_yields_whole_batches_only(tmp_path, record):
