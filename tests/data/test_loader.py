@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from lowprec.clip import open_clip
 from lowprec.clip.text import Tokenizer
 from lowprec.data import loader
 from lowprec.data.index import open_shards
@@ -315,11 +314,6 @@ def test_random_box_lies_within_the_image_and_is_not_empty(size):
     for number in range(50):
         left, top, right, bottom = random_box(*size, words(number))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
-
-
-def test_default_crop_range_is_that_of_open_clip():
-    defaults = open_clip.transform.AugmentationCfg()
-    assert (AREA, RATIO) == (defaults.scale, defaults.ratio or (3 / 4, 4 / 3))
 
 
 @pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)

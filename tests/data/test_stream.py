@@ -19,19 +19,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import webdataset
 
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.data import loader
-from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.sources import ShardUrls, check_readers
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
-from tests.data.conftest import encode, members, sample, tokenize, write_tar
+from tests.data.conftest import encode, members, tokenize, write_tar
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
@@ -330,16 +328,6 @@ def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
     assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
 
 
-def test_members_that_are_only_an_extension_are_a_sample_as_in_the_index(tmp_path):
-    members = [(f"{name}.{kind}", sample(n)[kind])
-               for n, name in enumerate(["", "a/", "b"]) for kind in ("png", "txt")]  # fmt: skip
-    path = str(write_tar(tmp_path / "a.tar", members))
-    assert len(index_tar(path)[0]) == 3
-    assert sorted(numbers(read([path], num_steps=3, batch_size=1))) == [0, 1, 2]
-    lone = str(write_tar(tmp_path / "lone.tar", members[:2]))
-    assert numbers(read([lone], num_steps=2, batch_size=1)) == [0, 0]
-
-
 def memory_of(action):
     """Most bytes that Python allocates meanwhile."""
     tracemalloc.start()
@@ -369,20 +357,6 @@ def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch
     assert peak < 3 * 2**24, f"{peak:,} bytes"
     assert len(batches[0].images) == 1
     assert all(reason and reason in skip["reason"] for skip in batches[0].skips)
-
-
-def test_shuffling_is_that_of_webdataset_unless_the_samples_are_large(monkeypatch):
-    for count in (0, 1, 99, 100, 101, 1500):
-        samples = [{"__key__": str(n), "png": bytes(10)} for n in range(count)]
-        expected = list(webdataset.shuffle(1000, rng=random.Random(count))(iter(samples)))
-        rng = random.Random(count)
-        assert list(lowprec.data.stream.shuffled(iter(samples), rng)) == expected
-    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 200)
-    after_each = []
-    source = (after_each.append(n) or sample for n, sample in enumerate(samples))
-    for number, _ in enumerate(lowprec.data.stream.shuffled(source, random.Random(0)), 1):
-        assert len(after_each) - number <= 21
-    assert number == 1500
 
 
 def test_pass_without_a_readable_sample_is_an_error(tmp_path, put_file):
