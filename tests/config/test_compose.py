@@ -8,8 +8,6 @@ import sys
 import pytest
 
 from experiments import entry
-from experiments.compact import CompactConfig
-from experiments.evaluate import EvaluateConfig
 from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config
@@ -285,14 +283,6 @@ def test_a_bad_command_exits_2_within_five_seconds(tmp_path):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
 
 
-def test_help_may_be_cut_off_by_its_reader():
-    command = [sys.executable, "-m", "experiments.train", "--help"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=CONF.parent, **pipes) as program:
-        program.stdout.close()
-        assert program.stderr.read() == b""
-
-
 REFUSED = {  # command line: a part of the message
     "--config-name=evaluate": "--config-name: only configs in conf/ are read",
     "--config-dir=/": "--config-dir: only configs",
@@ -332,10 +322,3 @@ def test_help_explains_each_key_with_its_default():
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
     assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text
     assert "removed" not in text and "on_warning" not in text  # keys of old records
-
-
-def test_help_lists_the_groups_of_the_command_alone():
-    assert "\nschedule: constant, cosine" in compose.explain("train", Config)
-    evaluate = compose.explain("evaluate", EvaluateConfig)
-    assert "\nevaluation: both, none" in evaluate and "\nmodel: " not in evaluate
-    assert "Groups" not in compose.explain("compact", CompactConfig)

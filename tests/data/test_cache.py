@@ -1,13 +1,11 @@
 """The cache of decoded pairs: the same batches as without it, whatever happens to its file."""
 
-import errno
 import os
 import shutil
 
 import numpy as np
 import pytest
 
-from experiments import evaluate
 from lowprec.config.check import ConfigError
 from lowprec.data import loader
 from lowprec.data.cache import DecodedCache
@@ -167,21 +165,6 @@ def test_what_is_no_regular_file_is_a_fault_of_the_config(make, tmp_path, plant,
         assert (tmp_path / "target").read_bytes() == b"of someone else"
 
 
-def test_a_limit_on_the_size_of_files_is_a_fault_of_the_config(make, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-    monkeypatch.setattr("os.ftruncate", refuse)
-    with pytest.raises(ConfigError, match=r"data.cache=.*\.decoded: File too large; use another"):
-        make(tmp_path)
-
-
-def test_a_folder_that_cannot_be_used_is_a_fault_of_the_config(make, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="data.cache=.*/file: .*/file: File exists; use another"):
-        make(tmp_path / "file")
-
-
 def test_other_code_that_decodes_has_a_file_of_its_own(make_config, tmp_path, monkeypatch):
     config = make_config({"data.cache": str(tmp_path)})
     built = building.build(config, open_data(config))
@@ -211,9 +194,3 @@ def test_a_disk_that_can_no_longer_be_read_replaces_no_sample(make, tmp_path):
     os.dup2(folder, batches.cache._file)
     os.close(folder)
     assert contents(batches) == expected
-
-
-def test_an_evaluation_on_another_machine_does_not_need_the_cache(make_config):
-    trained = make_config({"data.cache": "/scratch/of/the/training/machine"})
-    assert trained.data.cache
-    assert evaluate.evaluated_config(trained, evaluate.EvaluateConfig("runs/a")).data.cache is None

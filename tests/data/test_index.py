@@ -50,12 +50,6 @@ def test_label_is_a_whole_number_or_minus_one(tmp_path, text, label):
     assert open_shards(write_shards(tmp_path, [1], {0: {"cls": text}})).labels.tolist() == [label]
 
 
-@pytest.mark.parametrize("kind", ["jpeg", "webp", "JPG"])
-def test_each_kind_of_image_is_indexed(tmp_path, kind):
-    pattern = write_shards(tmp_path, [1], {0: {"png": None, kind: b"image"}})
-    assert bytes_of(open_shards(pattern), 0, "image") == b"image"
-
-
 def test_digest_changes_with_one_byte_one_name_and_the_order(tmp_path):
     same = members(0, 3)
     variants = {
@@ -156,21 +150,6 @@ def test_damaged_missing_or_old_index_is_refused_and_made_again(tmp_path, file, 
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-32]])
-def test_unreadable_catalog_is_reported_once(tmp_path, capsys, damage):
-    pattern = write_shards(tmp_path, [2, 2])
-    open_shards(pattern)
-    (catalog,) = (tmp_path / ".index").glob("catalog-*.npy")
-    catalog.write_bytes(damage(catalog.read_bytes()))
-    change_one(tmp_path)
-    assert capsys.readouterr().err == ""
-    open_shards(pattern)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert catalog.name in line and "the set is indexed anew; changes since" in line
-    open_shards(pattern)
-    assert capsys.readouterr().err == ""
-
-
 def test_full_disk_while_indexing_names_path_and_free_bytes(tmp_path, monkeypatch):
     def fail(descriptor, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -218,14 +197,6 @@ def test_compressed_shard_is_refused(tmp_path):
     write_tar(tmp_path / "a.tar.gz", members(0, 2))
     with pytest.raises(ValueError, match=r"a\.tar\.gz is compressed.*gunzip it"):
         open_shards(str(tmp_path / "a.tar.gz"))
-
-
-def test_index_does_not_depend_on_the_number_of_processes(tmp_path):
-    one, two = (
-        open_shards(write_shards(tmp_path / str(count), [2, 1, 3]), num_processes=count)
-        for count in (1, 2)
-    )
-    assert one.digest == two.digest and one.counts.tolist() == two.counts.tolist() == [2, 1, 3]
 
 
 def test_large_sets_are_indexed_by_all_cores(tmp_path, monkeypatch):

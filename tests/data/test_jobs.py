@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
 
 import pytest
 
@@ -52,20 +51,6 @@ def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
     monkeypatch.setattr(waiting, "SILENT_S", 5)
     run_jobs(numbered, range(3), processes, "counting")
     assert capsys.readouterr().err == ""
-
-
-def test_of_two_things_that_are_under_way_the_newest_is_told(monkeypatch, capsys):
-    monkeypatch.setattr(waiting, "SILENT_S", 0.1)
-
-    def told_meanwhile(seconds):
-        time.sleep(seconds)
-        return capsys.readouterr().err.splitlines()
-
-    with closing(waiting.Waiting("loading")):
-        [lines] = run_jobs(told_meanwhile, [1.0], 1, "counting")
-        first = next(n for n, line in enumerate(lines) if line.startswith("counting ("))
-        assert all(line.startswith("counting (") for line in lines[first:])
-        assert any(line.startswith("loading (") for line in told_meanwhile(1.0))
 
 
 WAITING = r"""

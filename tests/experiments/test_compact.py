@@ -92,9 +92,3 @@ def test_a_damaged_member_of_an_archive_is_a_note_on_its_run(folder, tmp_path):
     archive.write_bytes(b"PK no zip")
     with pytest.raises(NoRunsError), pytest.warns(UserWarning, match="not a zip file"):
         load_runs(archive)
-
-
-def test_runs_of_a_relative_folder_are_archived_inside_the_archive(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(next(folder.glob("*")))
-    main(CompactConfig(run="..", out=str(tmp_path / "runs.zip"), tensors=["visual.*"]))
-    assert len(load_runs(tmp_path / "runs.zip")) == 2

@@ -5,28 +5,23 @@ import math
 import re
 import shutil
 import sys
-from dataclasses import fields
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
 
-from experiments import replay
 from experiments.replay import ReplayConfig, ReplayedConfig, command, main, suspects
 from experiments.replay_report import Replay, table, verdict
 from experiments.replay_steps import Replayer
 from lowprec import waiting
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import compose_command
-from lowprec.config.schema import Config
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_config, read_rows
 from lowprec.train import build as building
 
-RESULTS = Path(__file__).parents[2] / "experiments/results"
 SETTINGS = {
     "fp32": {},
     "dropout": {"model.patch_dropout": 0.5, "schedule.name": "constant"},
@@ -93,20 +88,6 @@ def test_the_control_is_the_run_to_the_bit_and_the_run_is_left_alone(run, settin
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert before.items() <= after.items()
     assert {path.parent for path in set(after) - set(before)} == {folder / "replays"}
-
-
-def test_a_replay_needs_no_cache_of_its_run(run, tmp_path, capsys):
-    cache = tmp_path / "cache"
-    folder = run({"data.cache": str(cache)})
-    replayed(folder, 10, "optimizer.lr=0.1")
-    assert "data.cache" not in capsys.readouterr().out
-    shutil.rmtree(cache)
-    cache.write_text("a file, in which no folder can be made")
-    shutil.rmtree(folder / "replays")
-    replayed(folder, 10, "optimizer.lr=0.1")
-    out = capsys.readouterr().out
-    assert f"data.cache={cache} cannot be used here: images are decoded, to the same batches" in out
-    assert "the 4 recorded losses exactly" in out
 
 
 def test_changes_act_from_the_step_named_and_perturbed_replays_show_chance(run):
@@ -311,11 +292,6 @@ def test_a_launcher_is_refused(monkeypatch, capsys, key):
     assert f"{key}: a replay runs in this process" in capsys.readouterr().err
 
 
-def test_the_help_lists_the_keys_that_only_a_replay_has():
-    own = {f.name for f in fields(ReplayedConfig)} - {f.name for f in fields(Config)}
-    assert own == set(re.findall(r"^(\w+)=", replay.__doc__, re.M))
-
-
 def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, capsys):
     folder = run()
     monkeypatch.setattr(waiting, "SILENT_S", 0)
@@ -396,10 +372,6 @@ def test_heights_are_compared_with_the_control(curves, heights, of_control):
     assert lines[1].count("v") == len(curves) - 2
 
 
-def test_a_spike_is_infinitely_higher_than_a_control_without_any_rise():
-    assert compared([1.0] * 4, [1.0, 1.0, 1.0, 5.0])["of_control"].tolist() == [1.0, math.inf]
-
-
 def test_a_rise_within_the_noise_is_no_spike():
     rows = compared([1.0, 1.2, 0.8, 1.1, 1.0], [1.0] * 5)
     for before, start in (([1.0, 1.2, 0.8], "No spike"), ([1.0, 1.01, 0.99], "The spike is gone")):
@@ -412,9 +384,3 @@ def test_a_spike_that_moves_or_a_replay_that_begins_late_is_judged_by_its_steps(
     for first in (1, 31):
         rows = compared(*curves, step=30 + first, first=first)
         assert rows["height"].tolist() == pytest.approx([4.0, 4.0, 0.1])
-
-
-def test_a_record_without_states_is_refused_before_its_data_are_looked_for():
-    (record,) = RESULTS.glob("stability_mini/*-s2-*")
-    with pytest.raises(RunError, match="has no checkpoint or snapshot"):
-        main(ReplayConfig(str(record), 626), [])

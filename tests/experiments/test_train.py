@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shlex
-import signal
 import sys
 import time
 from pathlib import Path
@@ -147,39 +146,6 @@ def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
     capfd.readouterr()  # a line that was under way
     time.sleep(0.1)
     assert not capfd.readouterr().err
-
-
-def test_a_run_says_at_its_start_which_tensors_muon_updates(work, monkeypatch, capsys):
-    monkeypatch.chdir(work)
-    keys = (*TINY, "num_steps=1", "evaluation=none", "name=parts")
-    for name, is_said in (("muon", True), ("adamw", False)):
-        train_here(*keys, f"optimizer={name}")
-        assert ("Muon updates 8 matrices in numbered" in capsys.readouterr().out) == is_said
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_signalled_run_saves_and_resumes_to_the_same_record(
-    work, monkeypatch, fork_training, tmp_path
-):
-    monkeypatch.chdir(work)
-    command = (*TINY, "num_steps=60", "evaluation=none", "save_every=1000", "num_workers=2")
-    process = fork_training(*command, "name=disturbed", log=tmp_path / "log")
-    metrics = None
-    for _ in range(600):
-        metrics = next(iter((work / "runs").glob("disturbed/*/metrics.jsonl")), None)
-        if metrics and len(read_rows(metrics)) >= 5:
-            break
-        time.sleep(0.05)
-    os.killpg(process, signal.SIGTERM)  # its workers get it too, as under SLURM
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 75
-    assert read_status(metrics.parent)["state"] == "preempted"
-    assert re.search(r"interrupted at step \d+: SIGTERM", (tmp_path / "log").read_text())
-    assert len(read_rows(metrics)) < 60
-    train_here(*command, "name=disturbed")
-    assert read_status(metrics.parent)["state"] == "finished"
-    train_here(*command, "name=calm")
-    [calm] = (work / "runs").glob("calm/*/metrics.jsonl")
-    assert metrics.read_bytes() == calm.read_bytes()
 
 
 @pytest.mark.parametrize("in_sweep", [True, False])

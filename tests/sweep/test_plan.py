@@ -11,7 +11,7 @@ from experiments import sweep
 from experiments.train import main as train
 from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
-from lowprec.sweep.plan import Plan, _write, plan_runs
+from lowprec.sweep.plan import Plan, _write
 
 LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
 
@@ -121,13 +121,6 @@ def test_pipes_and_folders_in_the_place_of_files_are_named(plan, sweeps, capsys)
     sweep.status([])
     printed = capsys.readouterr().out
     assert printed.count("is not a regular file") == 5
-
-
-def test_each_data_set_is_opened_once(here, tiny):
-    opened = []
-    keys = [*tiny, "seed=0,1,2", "batch_size=16,32", "name=t"]
-    runs = plan_runs(keys, lambda config: opened.append(config) or {"data": "0"})
-    assert len(runs) == 6 and len(opened) == 2
 
 
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):

@@ -87,17 +87,6 @@ def test_a_machine_without_slurm_is_named_and_the_runs_stay_new(sweeps, monkeypa
     assert sweeps.names() == ["new"]
 
 
-def test_a_cancelled_sweep_goes_to_another_launcher_without_the_queue(
-    cluster, sweeps, monkeypatch, no_local_launcher
-):
-    sweeps.make(1)
-    sweeps.submit(**LAUNCHER)
-    sweeps.plan.mark(0, "cancelled").touch()
-    monkeypatch.setattr(slurm, "queue", lambda: pytest.fail("the queue was asked"))
-    sweeps.submit()
-    assert sweeps.plan.runs[0].launcher == "local"
-
-
 def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
     plan = sweeps.make(2)
     plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})

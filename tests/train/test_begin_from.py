@@ -148,17 +148,6 @@ def test_a_run_with_the_weights_alone_gives_what_a_whole_one_gives(
     assert results and results == command(first)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"sha256": ""}'])
-def test_a_manifest_that_cannot_be_read_leaves_a_finished_run_whole(first, text, capsys):
-    [newest] = list_checkpoints(first)
-    shutil.copytree(newest, newest.with_name("step_000000002"))
-    (newest / "manifest.json").write_text(text)
-    checkpoints.keep_weights(first)
-    assert "warning: the optimizer's state stays in" in capsys.readouterr().out
-    assert [path.name for path in list_checkpoints(first)] == ["step_000000002", newest.name]
-    assert (newest / "exp_avg.safetensors").exists()
-
-
 @pytest.mark.parametrize(
     "changes", [{"schedule.name": "constant"}, {"keep_checkpoints": 3}], ids=str
 )
