@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowprec import ops
-from lowprec.nn.linear import Settings, linear, refuse_second_derivative
+from lowprec.nn.linear import KeepsRecipe, Settings, linear, refuse_second_derivative
 
 
-class Attention(nn.MultiheadAttention):
+class Attention(KeepsRecipe, nn.MultiheadAttention):
     """Multi-head self-attention; `replace` converts a module to it.
 
     Called like nn.MultiheadAttention (`module(q, k, v, ...) -> (output, None)`), or like the
@@ -23,6 +23,9 @@ class Attention(nn.MultiheadAttention):
     returns_pair = True
     causal = False
     in_proj_settings: Settings | None = None
+
+    def _recipe_name(self) -> str:
+        return self.in_proj_settings.recipe.name if self.in_proj_settings else "high"
 
     def in_proj(self, x: Tensor) -> Tensor:
         """[batch, tokens, width] -> [batch, tokens, 3 width]: queries, keys, values."""

@@ -21,6 +21,7 @@ NVIDIA GPUs only.
 Shape suffixes: M = batch * tokens, K = input features, N = output features; x_MK, w_NK, g_MN.
 """
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -237,7 +238,28 @@ def _split_outliers(x_MK: Tensor, threshold: float) -> tuple[Tensor, Tensor | No
     return x_MK.masked_fill(is_outlier, 0), x_MK.masked_fill(~is_outlier, 0)
 
 
-class LowPrecisionLinear(nn.Linear):
+class KeepsRecipe:
+    """A module whose recipe's name goes with its weights, in the metadata of state dicts.
+
+    torch.save keeps metadata. Keys and strict loading are those of a module without a recipe.
+    """
+
+    def _recipe_name(self) -> str:
+        return self.settings.recipe.name
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["recipe"] = self._recipe_name()
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        own, saved = self._recipe_name(), local_metadata.get("recipe")
+        if saved not in (None, own):
+            text = f"weights of layers with recipe {saved} are loaded into layers with {own}"
+            warnings.warn(text, stacklevel=2)  # says the same for each layer, so it is shown once
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class LowPrecisionLinear(KeepsRecipe, nn.Linear):
     """nn.Linear whose three products follow a recipe; same parameters, names and initial values.
 
     Works under autocast or with 16-bit parameters. `set_recipe` changes the settings.

@@ -27,4 +27,4 @@ def test_open_clip_examples_run(monkeypatch):
         assert f"```\n{printed.getvalue()}" in text
         recipes = [getattr(m, "recipe", None) for m in names["model"].modules()]
         counts.append(sum(recipe is not None and recipe.name == "switchback" for recipe in recipes))
-    assert counts == [36, 0, 72]
+    assert counts == [36, 24, 0, 72]

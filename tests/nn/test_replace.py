@@ -17,6 +17,14 @@ from lowprec.nn.replace import NoLayerError, replace_attention
 from tests.nn.models import block, with_subclass_weight
 
 
+@pytest.fixture
+def one_process():
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
 def test_fused_mlp_saves_its_input_and_gelus_input():
     model = block()
     apply_recipe(model, "switchback")
@@ -96,6 +104,34 @@ def test_high_makes_layers_linear_again():
     assert type(model.block.attn.out_proj) is nn.Linear
 
 
+def test_a_state_dict_keeps_recipes_and_loading_says_where_they_differ(tmp_path):
+    model, same, plain = block(), block(), block()
+    apply_recipe(model, "switchback")
+    apply_recipe(same, "switchback")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(state) == list(plain.state_dict())
+    for loads in (same, plain):  # without a word
+        loads.load_state_dict(state)
+    model.load_state_dict(plain.state_dict())
+    model.load_state_dict(dict(state))  # as from safetensors, without metadata
+    for recipe, layers in (("switchback_m", ["c_fc"]), ("high", ["in_proj"])):
+        apply_recipe(same, recipe, layers)
+        said = f"^weights of layers with recipe switchback are loaded into layers with {recipe}$"
+        with pytest.warns(UserWarning, match=said):
+            same.load_state_dict(state)
+        apply_recipe(same, "switchback")
+
+
+def test_recipes_are_kept_by_compiled_and_sharded_models(one_process):
+    for wrap in (torch.compile, lambda model: fully_shard(model, mesh=one_process)):
+        model = block()
+        apply_recipe(model, "switchback")
+        facts = wrap(model).state_dict()._metadata
+        kept = {name.removeprefix("_orig_mod.") for name in facts if "recipe" in facts[name]}
+        assert kept == {f"block.{x}" for x in ("attn", "attn.out_proj", "mlp.c_fc", "mlp.c_proj")}
+
+
 def test_skip_slow_keeps_slow_shapes_in_16_bit():
     for skip_slow in (False, True):
         layers = apply_recipe(block(), "switchback", skip_slow=skip_slow)
@@ -171,15 +207,11 @@ def test_modified_linear_is_refused_unless_left_out(kind):
     assert (model(x) - expected).norm() < 0.02 * expected.norm()
 
 
-def test_sharded_model_is_refused_with_the_order():
+def test_sharded_model_is_refused_with_the_order(one_process):
     model = block()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match="is sharded: apply the recipe before fully_shard"):
-            apply_recipe(model, "switchback")
-    finally:
-        dist.destroy_process_group()
+    fully_shard(model, mesh=one_process)
+    with pytest.raises(ValueError, match="is sharded: apply the recipe before fully_shard"):
+        apply_recipe(model, "switchback")
 
 
 def test_apply_recipe_keeps_removable_hooks():
