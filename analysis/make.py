@@ -216,9 +216,9 @@ def _files(frame: pd.DataFrame) -> list[dict]:
     return [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _some(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:

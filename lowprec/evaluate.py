@@ -143,11 +143,9 @@ def contrastive_loss(
     return torch.stack(losses).mean().item()
 
 
-def _hit_rate(
-    queries: Tensor, query_ids: Tensor, pool: Tensor, pool_ids: Tensor, k: int, chunk: int = 1024
-) -> float:
+def _hit_rate(queries: Tensor, query_ids: Tensor, pool: Tensor, pool_ids: Tensor, k: int) -> float:
     hits = 0
-    for chunk_queries, ids in zip(queries.split(chunk), query_ids.split(chunk), strict=True):
+    for chunk_queries, ids in zip(queries.split(1024), query_ids.split(1024), strict=True):
         nearest = (chunk_queries @ pool.T).topk(min(k, len(pool)), dim=1).indices
         hits += (pool_ids[nearest] == ids[:, None]).any(dim=1).sum().item()
     return hits / len(queries)

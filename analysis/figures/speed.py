@@ -26,10 +26,10 @@ def draw_lines(frame: pd.DataFrame, ax: Axes, x: str, y: str, by: list[str], loo
         ax.plot(part[x], part[y], **{"marker": "o", "ms": 3, "lw": 1.2, "label": label} | styled)
 
 
-def size_axis(ax: Axes, sizes: pd.Series, label: str, base: int = 10) -> None:
+def size_axis(ax: Axes, sizes: pd.Series, label: str) -> None:
     """A logarithmic x axis with a tick for each size."""
     ticks = sorted(set(sizes))
-    ax.set_xscale("log", base=base)
+    ax.set_xscale("log")
     turned = {"rotation": 45, "ha": "right"} if len(ticks) > 5 else {}
     ax.set_xticks(ticks, [str(tick) for tick in ticks], **turned)
     ax.minorticks_off()

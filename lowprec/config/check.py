@@ -132,12 +132,12 @@ def allows(path: str, value: Any, schema: type = Config) -> bool:
     return is_of_kind and _within(value, _bounds(f))
 
 
-def require_values(config: dict, schema: type = Config) -> None:
+def require_values(config: dict) -> None:
     """Raises ConfigError for dotted keys that the schema does not have, or values it cannot have.
 
     Choices are not looked at, as in the records of other trainers.
     """
-    legal = list(keys(schema))
+    legal = list(keys(Config))
     faults = [unknown_key(key, legal) for key in config if key not in legal]
     known = {key: value for key, value in config.items() if key in legal}
     faults += [
