@@ -14,8 +14,6 @@ from analysis.figures import (
     FIGURES,
     attention_logits,
     feature_size,
-    features,
-    layer_noise,
     recipes_by_size,
 )
 from analysis.figures import early_warnings as predictors
@@ -269,23 +267,6 @@ LAST = {"vit_b14": 11, "vit_l14": 23, "vit_h14": 31}  # last vision block
 
 
 @pytest.mark.slow
-def test_features_at_the_end_are_those_of_the_records(sized):
-    runs, frame = sized
-    frame = frame[frame["model"] == "vit_h14"]
-    block = paper.BLOCK.format(LAST["vit_h14"])
-    ends = [runs.only(run).series(block, "feature_mean").iloc[-1] for run in frame["run"]]
-    sizes = frame.assign(end=ends).pivot_table("end", "recipe", "seed")
-    ratios = sizes / sizes.loc["bf16"]
-    wide = ratios.loc[["grad_weight int8", "llm_int8"]].to_numpy()
-    switchback, fp8 = ratios.loc["switchback"].mean(), ratios.loc["hw_fp8_tensorwise"].mean()
-    assert (
-        f"are {wide.min():.1f} to {wide.max():.1f} times as large as in bf16 with an int8 weight "
-        f"gradient, {switchback:.1f} with SwitchBack int8 and {fp8:.1f} with tensor-wise fp8"
-    ) in PAGE
-    assert f"and {fp8:.2f} in ViT-H/14, beyond the margin" in words_of("true_size")
-
-
-@pytest.mark.slow
 def test_messages_at_true_size_are_those_of_the_records(sized):
     _, frame = sized
     means = frame.groupby(["model", "recipe"])[["loss_change", "feature_ratio", "ms"]].mean()
@@ -373,39 +354,6 @@ def test_what_warnings_are_worth_is_that_of_the_records():
     assert "the others is lower by {}, {} and {}".format(*lower[1:]) in page
     num_runs, num_spikes = others["run"].nunique(), counts[3]
     assert f"{num_runs} other runs of AdamW with {num_spikes:.0f} spikes" in page
-
-
-def noise_in_vision(everything, study):
-    """Median noise and zeros of int8 and fp8 by step, and the frame."""
-    at = everything.summaries
-    runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == study))
-    frame = layer_noise.query(runs)
-    vision = frame[frame["tower"] == features.VISION]
-    medians = vision.groupby(["recipe", "step"])[["sqnr_db", "underflowed"]].median()
-    return *(medians.loc[name] for name in ("llm_int8", "fp8_tensorwise")), frame
-
-
-@pytest.mark.slow
-def test_noise_at_twice_the_rate_is_that_of_the_records(everything):
-    int8, fp8, _ = noise_in_vision(everything, "lr_map")
-    noise = [f"{int8['sqnr_db'][n]:.1f} against {fp8['sqnr_db'][n]:.1f}" for n in (375, 750, 1500)]
-    zeros = [f"{int8['underflowed'][n]:.0%}" for n in (375, 1500)]
-    text = words_of("true_size")
-    assert "{} dB at step 375, {} at step 750, and {} at the end".format(*noise) in text
-    assert "rounds {} of g to 0 at step 375 and {} at the end".format(*zeros) in text
-    assert f"fp8 {fp8['underflowed'][375]:.0%} and {fp8['underflowed'][1500]:.0%}." in text
-
-
-@pytest.mark.slow
-def test_zeros_in_weight_gradients_are_those_of_the_records(everything):
-    int8, fp8, frame = noise_in_vision(everything, "weight_gradient")
-    text = words_of("true_size")
-    db = f"{int8['sqnr_db'][375]:.1f} against {fp8['sqnr_db'][375]:.1f} dB of signal to noise at "
-    db += f"step 375, and {int8['sqnr_db'][1500]:.1f} against {fp8['sqnr_db'][1500]:.1f}"
-    zeros = f"rounds {int8['underflowed'][375]:.0%} of the output gradient's elements to 0 at step "
-    zeros += f"375 and {int8['underflowed'][1500]:.0%} at the end"
-    assert db in text and zeros in text
-    assert (fp8["underflowed"] < 0.005).all() and frame["layer"].nunique() == 24
 
 
 def test_predictions_are_scored_as_in_the_claims():

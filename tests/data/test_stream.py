@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 import time
 import tracemalloc
@@ -311,21 +310,6 @@ def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     for name in ("metrics.jsonl", "skips.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert read_rows(tmp_path / "whole" / "skips.jsonl")
-
-
-def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
-    good, bad = put_file("good.tar", range(10, 16)), put_file("bad.tar", range(6))
-    with tarfile.open(bad) as tar:
-        third = tar.getmember("000002.png").offset
-    whole = Path(bad).read_bytes()
-    header = third + 1536  # after an image
-    Path(bad).write_bytes(whole[:header] + b"?" + whole[header + 1 :])
-    # The row of a shard that ends the pass comes with the first sample of the next.
-    batches = read([good, bad], num_steps=9, batch_size=1, segment_steps=99)
-    assert sorted(numbers(batches)[:-1]) == [0, 1, *range(10, 16)]
-    rows = {(s["shard"], s["key"], s["reason"][:30]) for batch in batches for s in batch.skips}
-    assert {row[:2] for row in rows} == {(bad, ""), (bad, "000002")} and len(rows) == 2
-    assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
 
 
 def memory_of(action):

@@ -2,17 +2,14 @@
 
 import json
 import math
-import tracemalloc
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from analysis import spikes
-from lowprec.diagnostics.spikes import PROTOCOLS, Detector
 from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_rows
-from lowprec.train.metrics import MetricsBuffer, non_finite_rule
+from lowprec.train.metrics import non_finite_rule
 
 NAMES = ["a", "b"]
 SPIKES = {
@@ -55,25 +52,6 @@ def test_non_finite_rule(losses, bad_steps, scaler, skips, expected):
 
 def spikes_of(run):
     return [event for event in read_rows(run / "events.jsonl") if "spike" in event]
-
-
-def test_a_long_history_gives_the_same_spikes_in_little_memory():
-    generator = np.random.default_rng(0)
-    loss = generator.normal(size=5000) + 5 * (generator.random(5000) < 0.02)
-    recorded = generator.random((5000, 100), dtype=np.float32) + 1.35
-    whole, buffer = Detector(PROTOCOLS["paper"], 100), SimpleNamespace(tensors=range(100))
-    expected = whole.feed(np.arange(1, 5001), loss, recorded)
-    assert {spike.tensor is None for spike in expected} == {True, False}
-    rows = [{"step": step, "loss": x} for step, x in enumerate(loss.tolist(), 1)]
-    buffer.detector = Detector(PROTOCOLS["paper"], 100)
-    tracemalloc.start()
-    try:
-        found = MetricsBuffer._detect(buffer, rows, dict(enumerate(recorded, 1)))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert found == expected
-    assert peak < 4 * recorded.nbytes
 
 
 def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
