@@ -12,8 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 from upath import UPath
 
-from analysis import NoRunsError, load_runs, make, plot, spikes
-from analysis.report import __main__ as report
+from analysis import NoRunsError, load_runs, plot
 from lowprec.runs.tables import read_parquet
 
 CONV = "visual.conv1.weight"
@@ -169,16 +168,3 @@ def test_of_a_table_behind_a_url_only_the_selected_columns_are_fetched(
     selected, names = read_parquet(path, "rms/7".__eq__)
     assert selected == table.select(["step", "rms/7"]) and names == list(columns)
     assert 2**19 < sum(fetched) < path.stat().st_size / 4
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_figures_spikes_and_report_accept_a_url(make_run, tmp_path, upload):
-    make_run(num_steps=20)
-    url, out = upload(), tmp_path / "out"
-    assert make.main(["loss_curves", "--runs", url, "--out", str(out)]) == 0
-    assert spikes.main(["--run", url]) == 0
-    assert report.main(["--runs", url, "--out", str(out / "page.html")]) == 0
-    assert "1 run: 1 finished" in (out / "page.html").read_text()
-    assert make.main(["loss_curves", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
-    name = "loss_curves_demo.csv"
-    assert (out / name).read_bytes() == (tmp_path / name).read_bytes()

@@ -110,21 +110,6 @@ def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, qu
     assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 run." in spike_heights.caption(frame)
 
 
-def test_8_bit_moments_and_each_response_to_warnings_are_optimizers_of_their_own(plant, query):
-    plant(optimizer="stable_adamw", experiment="optimizers", optim_bits=8)
-    for action in ("none", "clip", "skip", "beta2"):
-        plant(experiment="optimizers", on_warning=action)
-    frame = query(spike_heights)
-    left, right = drawn(spike_heights, frame)
-    names = [label.get_text() for label in left.get_xticklabels()]
-    responses = [f"AdamW + {action} on warning" for action in ("clip", "skip", "beta2")]
-    assert names == ["8-bit StableAdamW", "AdamW", *responses]
-    assert len({line.get_color() for line in left.lines}) == 5
-    assert "AdamW 4 in 1 run; AdamW + beta2 on warning 4 in 1 run" in spike_heights.caption(frame)
-    [plain] = query(rms_and_loss)["run"].unique()  # which shows AdamW alone
-    assert plain in set(frame.loc[frame["optimizer"] == "adamw", "run"])
-
-
 @pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
 def test_runs_evaluated_right_after_a_reset_are_open_points(
     plant, query, monkeypatch, gap, is_open

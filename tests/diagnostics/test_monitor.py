@@ -308,6 +308,19 @@ def test_a_wrapped_optimizer_and_model_are_looked_into():
     assert monitor.step == 1 and monitor.names[0] == "0.0.weight"
 
 
+def test_the_model_in_compile_and_ddp_is_named(monkeypatch):
+    wrap = type("Wrap", (nn.Module,), {"forward": lambda self, x: self.module(x)})
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", wrap)  # without processes
+    model, optimizer = make()
+    for is_inside in (False, True):
+        wrapped = wrap()
+        wrapped.module = torch.compile(model, backend="eager") if is_inside else model
+        wrapped = torch.compile(wrapped, backend="eager")
+        monitor = watch(wrapped, optimizer)
+        assert monitor.model_name == "Sequential" and monitor.names[0] == "0.weight"
+        monitor.close()
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_a_compiled_step_is_watched():
     rows = []

@@ -109,6 +109,14 @@ def test_later_call_replaces_all_of_the_earlier_one(graphs):
     assert_near(VIT.gradients(model), quantized)
 
 
+def test_patched_forward_of_a_block_survives():
+    model = VIT.build().train()
+    model.blocks[0].forward = patched = lambda x: x
+    for checkpointing in (True, False):
+        prepare_for_training(model, "high", compile=False, checkpointing=checkpointing)
+    assert model.blocks[0].forward is patched and "forward" not in vars(model.blocks[1])
+
+
 class Cache:
     """As transformers' caches: keeps what a block appends."""
 

@@ -168,6 +168,20 @@ def test_layer_that_its_owner_never_calls_is_ignored():
     assert str(refused.value).endswith('; name them: where=["linear1", "linear2"]')
 
 
+def test_error_suggests_layers_of_blocks_that_can_be_replaced_nearest_first():
+    def layer(**layers):
+        return nn.ModuleDict(layers)
+
+    blocks = [layer(proj=nn.Linear(4, 4), fc1=nn.Linear(4, 4), lora_A=nn.Linear(4, 4))]
+    model = layer(blocks=nn.ModuleList(blocks), head=nn.Linear(4, 2))
+    with pytest.raises(NoLayerError) as refused:
+        apply_recipe(model, "switchback", ["fc2"])
+    assert str(refused.value) == (
+        "no linear layer matches fc2; the model has: blocks.0.proj, blocks.0.fc1; "
+        'name them: where=["fc1", "proj"]'
+    )
+
+
 class Scaled(nn.Linear):
     """A subclass, as in LoRA, that computes something else."""
 

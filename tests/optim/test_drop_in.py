@@ -17,7 +17,6 @@ from tests.optim.optimizers import (
     assert_equal,
     make_params,
     params_of,
-    set_grads,
     take,
 )
 
@@ -248,20 +247,3 @@ def test_loading_changes_neither_an_earlier_state_nor_a_callers_learning_rate(ki
     assert rate == torch.tensor(1e-2) and optimizer.param_groups[0]["lr"] == torch.tensor(2e-2)
     for n, state in before["state"].items():
         assert all(torch.equal(earlier["state"][n][name], x) for name, x in state.items())
-
-
-def test_torchs_scaler_unscales_lets_clip_and_skips():
-    ours, twin = (StableAdamW(make_params(), **ADAMW) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step, bad in ((1, 1.0), (2, math.inf), (3, 1.0)):
-        for optimizer, scale in ((ours, scaler.scale(torch.ones(())).item()), (twin, 1.0)):
-            set_grads(optimizer, step, scale * bad)
-        scaler.unscale_(ours)
-        for optimizer in (ours, twin):
-            torch.nn.utils.clip_grad_norm_(params_of(optimizer), 1.0)
-        scaler.step(ours)
-        scaler.update()
-        if bad == 1.0:
-            twin.step()
-    assert_equal(ours, twin)
-    assert scaler.get_scale() == 512.0 and ours.steps == [2.0] * 4

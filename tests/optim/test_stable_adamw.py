@@ -19,7 +19,7 @@ from tests.optim.conformance import (
     run_optimizer,
     trajectory,
 )
-from tests.optim.optimizers import make_params, params_of, set_grads, take
+from tests.optim.optimizers import make_params, params_of, take
 
 FOLDER = Path(__file__).parent / "golden"
 GOLDEN = sorted(path.stem for path in FOLDER.iterdir() if path.stem != "problem")
@@ -76,19 +76,6 @@ def test_our_optimizer_follows_the_stored_trajectory(name, device):
 def test_torch_adamw_follows_the_stored_trajectory_without_clipping():
     path = run_optimizer(lambda params: torch.optim.AdamW(params, eps=1e-8, **COMMON))
     assert_path(path, read("adamw")["values"], 1e-10)
-
-
-def test_parameters_without_gradient_or_elements_are_unchanged_and_show_none():
-    empty = torch.nn.Parameter(torch.empty(0, 3))
-    optimizer = StableAdamW([*make_params(), empty], lr=1e-2)
-    params = optimizer.param_groups[0]["params"]
-    before = params[2].detach().clone()
-    set_grads(optimizer, 1, without=[2])
-    optimizer.step()
-    assert torch.equal(params[2], before) and optimizer.steps == [1, 1, 0, 1, 0]
-    assert optimizer.statistics[[0, 1, 3]].isfinite().all() and optimizer.all_finite
-    missing = optimizer.statistics[[2, 4]]
-    assert missing[:, 0].isnan().all() and (missing[:, 1:] == 0).all()
 
 
 def test_16_bit_parameters_are_rounded_once():

@@ -7,13 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 from experiments import sweep
 from lowprec.runs import durable
 from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.plan import DECLINED, Plan
-from lowprec.sweep.status import print_table, setting_columns, states
 
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
@@ -147,18 +145,6 @@ def test_secrets_in_urls_are_in_the_plan_only_and_never_printed(
     assert [run.config["data"]["train"] for run in Plan(plan.parent).runs] == urls
 
 
-def test_a_running_run_shows_the_step_and_loss_of_its_last_whole_row(here, tiny, no_launcher):
-    assert run("submit", *tiny, "seed=0", "name=t") == 0
-    plan = Plan(here / "runs/sweeps/t")
-    directory = plan.directory_of(0)
-    directory.mkdir(parents=True)
-    (directory / "status.json").write_text('{"state": "running", "step": 0}')
-    rows = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.5}', '{"step": 3, "lo']
-    (directory / "metrics.jsonl").write_text("\n".join(rows))
-    (state,) = states(plan, [])
-    assert (state.step, state.loss) == (2, 2.5)
-
-
 def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launcher, capsys):
     assert run("submit", *tiny, "optimizer.lr=1e-3,2e-3", "name=t", "num_steps=100") == 0
     plan = Plan(here / "runs/sweeps/t")
@@ -173,16 +159,6 @@ def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launche
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "running" in line][:1]
     digest = directory.name.rpartition("-")[2]
     assert row.split() == f"1 0.002 running 20/100 3.000 25.0% 4 0:05:20 {digest}".split()
-
-
-def test_a_narrow_table_shows_uncut_the_values_that_differ(capsys):
-    paths = [f"/{'folder/' * 20}{name}.tar" for name in "ab"]
-    runs = [["seed=0", f"data.train={path}", "model=nano"] for path in paths]
-    names, values = setting_columns(runs)
-    assert (names, values) == (["data.train"], [[path] for path in paths])
-    print_table([*names, "left"], [[*row, ""] for row in values], Console(width=60))
-    printed = capsys.readouterr().out
-    assert all(path in "".join(printed.split()) for path in paths) and "left" not in printed
 
 
 def test_status_without_a_name_lists_the_sweeps(here, tiny, no_launcher, capsys):
