@@ -225,6 +225,22 @@ def test_the_speed_of_models_is_that_of_the_newest_lines_beside_compiled_open_cl
             assert cell.replace("*", "") == f"{number}, {words}", at
 
 
+def test_the_interface_lists_all_public_names():
+    text = (ROOT / "lowprec" / "README.md").read_text()
+    table = dict(re.findall(r"^\| \[`(lowprec\.\w+)`\]\S+ \| (.*) \|$", text, re.M))
+    assert list(table) == [f"lowprec.{name}" for name in ("nn", "optim", "diagnostics", "ops")]
+    for package, cell in table.items():
+        names = importlib.import_module(package).__all__
+        assert sorted(re.findall(r"`(\w+)`", cell)) == sorted(names), package
+
+
+@pytest.mark.parametrize("page", ["lowprec/ops/README.md", "tests/optim/golden/README.md"])
+def test_the_example_of_a_page_runs(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    exec(code, {})
+
+
 @pytest.mark.parametrize("page", [*PAGES, *sorted(RESULTS)])
 def test_links_of_a_page_lead_somewhere(page):
     text = (ROOT / page).read_text()

@@ -16,6 +16,7 @@ from lowprec.formats import NATIVE, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 from lowprec.ops.triton_attention import takes as takes_attention  # noqa: F401
 
+__all__ = ["matmul", "quantize"]
 BACKENDS = ("auto", "reference", "triton")
 
 

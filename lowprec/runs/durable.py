@@ -3,15 +3,16 @@
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lowprec.config.check import RunError
 
+logger = logging.getLogger("lowprec")
 _unsynced: set[int] = set()  # devices on which folders cannot be synced
 
 
@@ -111,7 +112,7 @@ def try_lock(descriptor: int, path: Path, patience_s: float = 0.0, *, shared: bo
 def sync(path: Path) -> None:
     """Syncs the content of a file, or the names in a folder, to disk.
 
-    Some file systems cannot sync folders: a note on stderr says what a power cut may cost there.
+    Some file systems cannot sync folders: the log says what a power cut may cost there.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -122,7 +123,7 @@ def sync(path: Path) -> None:
             raise DiskError(path, error) from error
         if facts.st_dev not in _unsynced:
             lost = "a power cut may undo what was just saved"
-            print(f"{path}: this file system cannot sync folders: {lost}", file=sys.stderr)
+            logger.warning("%s: this file system cannot sync folders: %s", path, lost)
         _unsynced.add(facts.st_dev)
     finally:
         os.close(descriptor)

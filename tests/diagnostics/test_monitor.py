@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -488,11 +489,13 @@ def test_a_resumed_run_continues_its_directory(tmp_path):
     assert rms[4:6] != [row["rms/0.weight"] for row in first[4:6]]  # steps 5 and 6
 
 
-def test_rows_for_a_dashboard_are_those_after_a_step():
+def test_a_dashboard_is_given_the_rows_after_the_last_one():
     model, optimizer = make()
-    monitor = watch(model, optimizer)
+    monitor, logged = watch(model, optimizer), []
     take(model, optimizer, monitor, range(1, 6))
-    assert monitor.rows(since=3) == monitor.rows()[3:] and len(monitor.rows(since=3)) == 2
+    run = SimpleNamespace(log=lambda row, step: logged.append((step, row)))
+    names = example("run.log", monitor=monitor, run=run, last=3)
+    assert logged == [(row["step"], row) for row in monitor.rows()[3:]] and names["last"] == 5
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.optim.conformance import (
 from tests.optim.optimizers import make_params, params_of, take
 
 FOLDER = Path(__file__).parent / "golden"
-GOLDEN = sorted(path.stem for path in FOLDER.iterdir() if path.stem != "problem")
+GOLDEN = sorted(path.stem for path in FOLDER.glob("*.json") if path.stem != "problem")
 FLOAT32 = 1e-6  # absolute, for values up to 2: eight units in the last place after 12 steps
 COMMON = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
 

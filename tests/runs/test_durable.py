@@ -25,7 +25,7 @@ def failing(number, call=None, when=lambda *_: True):
 
 
 def test_a_folder_that_cannot_be_synced_is_noted_once_and_a_file_is_an_error(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, caplog
 ):
     is_folder = lambda descriptor: stat.S_ISDIR(os.fstat(descriptor).st_mode)  # noqa: E731
     with monkeypatch.context() as patch:
@@ -33,7 +33,7 @@ def test_a_folder_that_cannot_be_synced_is_noted_once_and_a_file_is_an_error(
         durable.write(tmp_path / "a", b"a")
         for _ in range(2):
             durable.sync(tmp_path)
-    assert capsys.readouterr().err.count(f"{tmp_path}: this file system cannot sync folders") == 1
+    assert caplog.text.count(f"{tmp_path}: this file system cannot sync folders") == 1
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     for path in (tmp_path, tmp_path / "a"):
         with pytest.raises(durable.DiskError, match=f"{path} cannot be written: Input/output"):
