@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -105,6 +106,24 @@ def test_a_worked_example_runs(title, copy):
         assert len(made.read_text().splitlines()) == 2
     if made.name == "tensors.parquet":
         assert any(name.startswith("moved/") for name in parquet.read_schema(made).names)
+
+
+@pytest.mark.slow
+def test_the_search_of_settings_trains_a_run_for_each_trial(copy, monkeypatch):
+    text = (ROOT / "experiments" / "GUIDE.md").read_text()
+    [example] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    losses = []
+
+    def optimize(loss, n_trials):
+        for number, lr in enumerate((1e-4, 1e-2)):
+            trial = SimpleNamespace(number=number, suggest_float=lambda *a, lr=lr, **k: lr)
+            losses.append(loss(trial))
+
+    study = SimpleNamespace(optimize=optimize)
+    monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(create_study=lambda: study))
+    monkeypatch.chdir(copy)
+    exec(example.replace('"num_steps=100"', '"num_steps=2", "precision=fp32", "num_workers=1"'), {})
+    assert len(set(losses)) == 2 and len(list(copy.glob("runs/search_*/*/metrics.jsonl"))) == 2
 
 
 def in_file(file: Path, key: str):

@@ -62,7 +62,7 @@ def test_an_experiment_composes_into_the_distinct_runs_of_its_header_and_protoco
     configs, planned = composed(slug, scale)
     assert len({tuple(run.items()) for run in planned}) == len(planned) == len(configs) == count
     table = (CONF.parent / "experiments" / "README.md").read_text()
-    assert f"| `{name}` |" in table or f"| `{name.removesuffix('_mini')}` |" in table
+    assert f"`{name}`" in table or f"`{name.removesuffix('_mini')}`" in table
     assert {(config.experiment, config.scale) for config in configs} == {(slug, scale)}
     for config in configs:
         if scale == "mini":
