@@ -19,10 +19,8 @@ from torch import nn
 from experiments.benchmarks.configs import LayerConfig
 from experiments.benchmarks.measure import Lines, Unable, check_error
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
-from lowprec import ops
 from lowprec.config.check import ConfigError
-from lowprec.formats import parse_format
-from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.recipe import RECIPES
 from lowprec.nn.timing import Step, median_ms
 from lowprec.train.build import pick_device
@@ -122,9 +120,13 @@ def checked_step(case: str, shape: Shape, device: torch.device) -> Step:
 
 
 def checked_layer(recipe: str, step: Step) -> LowPrecisionLinear:
-    """Returns our layer with the weights of a step's after a check against its definition."""
+    """Returns our layer with the weights of a step's after a check against its definition.
+
+    Raises Unable if a GPU lacks the matrix units of the recipe: its definition is too slow.
+    """
     linear, x, g = step
-    require(recipe, x.device)
+    if name := missing_format(RECIPES[recipe], x.device):
+        raise Unable(f"this GPU has no native products of {name}")
     sizes, kind = (linear.in_features, linear.out_features), {"device": x.device, "dtype": x.dtype}
     module = LowPrecisionLinear(*sizes, recipe=recipe, **kind)
     module.load_state_dict(linear.state_dict())
@@ -135,16 +137,6 @@ def checked_layer(recipe: str, step: Step) -> LowPrecisionLinear:
     expected = Step(definition, *few)()
     check(Step(module, *few)(), expected, dict.fromkeys(TENSORS, (0.0, limit)))
     return module
-
-
-def require(recipe: str, device: torch.device) -> None:
-    """Raises Unable if a GPU lacks the matrix units of a recipe: its definition is too slow."""
-    row = RECIPES[recipe]
-    for product in filter(None, (row.output, row.grad_input, row.grad_weight)):
-        for name in (product.first.format, product.second.format):
-            format = parse_format(name)
-            if device.type == "cuda" and ops.takes("auto", format, device) == "reference":
-                raise Unable(f"this GPU has no native products of {name}")
 
 
 def limits_of(recipe: str) -> dict[str, tuple[float, float]]:

@@ -6,14 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowprec import ops
-from lowprec.formats import parse_format
-from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.noise import product_rows, recorded
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe, find_recipe
 from lowprec.nn.replace import find_fault, linear_layers, replace_attention
@@ -83,25 +82,26 @@ class Advice:
             if row["recipe"] == best:
                 name = re.sub(r"\.\d+(?=\.)", ".*", row["layer"])
                 groups[name, row["verdict"]].append(row)
-        heads = ("layers", "", "share", "16 bit", best, *PRODUCTS, "to 0", "peak", "verdict")
-        table = [heads]
+        heads = ("16 bit (ms)", f"{best} (ms)", *(f"{part} (dB)" for part in PRODUCTS))
+        table = [("layers", "", "share", *heads, "to 0", "peak", "verdict")]
         for (name, text), rows in groups.items():
-            share, before, after = (_sum(rows, key) for key in ("share", "ms_16bit", "ms"))
-            times = ("" if ms is None else f"{ms:.3f} ms" for ms in (before, after))
-            noise = [_worst(row[f"{p}_sqnr_db"] for row in rows) for p in PRODUCTS]
-            noises = ("16 bit" if db is None else f"{db:.1f} dB" for db in noise)
-            zeros, peak = (
-                max(row[f"{p}_{key}"] or 0 for row in rows for p in PRODUCTS)
-                for key in ("underflowed", "peak")
-            )
-            facts = (f"{share:.1%}", *times, *noises, f"{zeros:.1%}", f"{peak:.0f}")
-            table.append((name, f"{len(rows)} x", *facts, text))
+            columns = {key: [row[key] for row in rows if row[key] is not None] for key in rows[0]}
+            cells = [name, f"{len(rows)} x", f"{sum(columns['share']):.1%}"]
+            for key in ("ms_16bit", "ms"):
+                cells.append(f"{sum(columns[key]):.3f}" if columns[key] else "")
+            for part in PRODUCTS:
+                worst = _worst(columns[f"{part}_sqnr_db"])
+                cells.append("16 bit" if worst is None else f"{worst:.1f}")
+            for key, form in (("underflowed", ".1%"), ("peak", ".0f")):
+                values = [x for part in PRODUCTS for x in columns[f"{part}_{key}"]]
+                cells.append(format(max(values), form))
+            table.append((*cells, text))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
         lines = [] if self.rows[0]["ms"] is None else [f"expected to save in a step: {saved}"]
-        for row in table:
-            first, *middle = (f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True))
-            lines.append("  ".join([row[0].ljust(len(first)), *middle[:-1], row[-1]]))
+        for name, *cells, text in table:
+            cells = map(str.rjust, cells, widths[1:])
+            lines.append("  ".join([name.ljust(widths[0]), *cells, text]))
         return "\n".join(lines)
 
 
@@ -145,7 +145,10 @@ def advise(
         kind = wrong[0] if wrong else "an empty list"
         raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    chosen = _native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
+    chosen = [*map(find_recipe, [recipes] if isinstance(recipes, str | Recipe) else recipes)]
+    if fake := [recipe.name for recipe in chosen if not recipe.is_native]:
+        raise ValueError(f"recipe {fake[0]!r} is not native: must be one of {', '.join(NATIVE)}")
+    chosen = [recipe for recipe in chosen if missing_format(recipe, device) is None]
     modules: dict[str, nn.Module] = {}
     shapes: dict = defaultdict(list)  # of a layer's calls
     errors: dict = defaultdict(list)  # of a layer, a product's name and its formats
@@ -157,10 +160,10 @@ def advise(
         shapes[name].append(Shape(*x.shape, g.shape[1], bias, x.dtype, w.dtype, needs_grad))
         tensors = {"x": x.detach(), "w": w, "g": g}
         with torch.autocast(device.type, enabled=False):
-            for product, how in {(p, getattr(r, p)) for r in chosen for p in PRODUCTS}:
-                operands = (tensors[operand] for operand in PRODUCTS[product])
-                rows = [] if how is None else product_rows(product, how, *operands)
-                errors[name, product, how].extend(rows)
+            for part, how in {(part, getattr(r, part)) for r in chosen for part in PRODUCTS}:
+                operands = (tensors[operand] for operand in PRODUCTS[part])
+                rows = [] if how is None else product_rows(part, how, *operands)
+                errors[name, part, how].extend(rows)
 
     with _unchanged(model, device), on_device(device), torch.enable_grad():
         replace_attention(model)
@@ -169,27 +172,25 @@ def advise(
         with recorded(modules, keep):
             for batch in batches:
                 _backward(model, batch, loss, device)
-        cases = {shape for calls in shapes.values() for shape in calls}
-        ms = {(s, r): _layer_ms(s, r, device) for s in cases for r in (RECIPES["high"], *chosen)}
+        ms = _times({s for calls in shapes.values() for s in calls}, chosen, device)
     work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items()}
     rows = []
     for recipe in chosen:
         for name in filter(work.__contains__, modules):
-            sizes = {"dim_in": shapes[name][0].dim_in, "dim_out": shapes[name][0].dim_out}
-            row = {"recipe": recipe.name, "layer": name, **sizes}
-            row["share"] = work[name] / sum(work.values())
+            row = {"recipe": recipe.name, "layer": name, "share": work[name] / sum(work.values())}
             for key, case in (("ms_16bit", RECIPES["high"]), ("ms", recipe)):
-                total = _sum([{key: ms[shape, case]} for shape in shapes[name]], key)
-                row[key] = None if total is None else total / len(batches)
-            for product in PRODUCTS:
-                found = errors[name, product, getattr(recipe, product)]
-                row[f"{product}_sqnr_db"] = _worst(each["product_sqnr_db"] for each in found)
+                times = [ms[shape, case] for shape in shapes[name]] if ms else []
+                row[key] = sum(times) / len(batches) if ms else None
+            for part in PRODUCTS:
+                found = errors[name, part, getattr(recipe, part)]
+                row[f"{part}_sqnr_db"] = _worst(each["product_sqnr_db"] for each in found)
                 for key in ("underflowed", "peak"):
-                    row[f"{product}_{key}"] = max((each[key] for each in found), default=None)
+                    row[f"{part}_{key}"] = max((each[key] for each in found), default=None)
             row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
             rows.append(row)
     if not rows:
-        raise ValueError("no linear layer was called and got a gradient")
+        why = "no linear layer was called and got a gradient"
+        raise ValueError(why if chosen else f"this GPU multiplies none of {recipes} natively")
     return Advice(rows)
 
 
@@ -208,22 +209,6 @@ def verdict(row: dict, min_sqnr_db: float) -> tuple[str, str]:
     if not worst >= min_sqnr_db:
         return "noisy", text
     return ("not timed", text) if None in times else ("gain", f"{times[0] - times[1]:.3f} ms")
-
-
-def _native(recipes: Sequence[str | Recipe], device: torch.device) -> list[Recipe]:
-    """The recipes that a GPU multiplies natively, all on a CPU; ValueError for any other."""
-    chosen = [find_recipe(recipe) for recipe in recipes]
-    for recipe in chosen:
-        if not recipe.is_native:
-            allowed = ", ".join(NATIVE)
-            raise ValueError(f"recipe {recipe.name!r} is not native: must be one of {allowed}")
-    if device.type == "cuda":
-        for format in {f for recipe in chosen for f in recipe.native_formats}:
-            if ops.takes("auto", parse_format(format), device) == "reference":
-                chosen = [recipe for recipe in chosen if format not in recipe.native_formats]
-    if not chosen:
-        raise ValueError(f"recipes={recipes}: this GPU multiplies none of them natively")
-    return chosen
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> None:
@@ -247,18 +232,20 @@ def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch
     torch.autograd.grad(output, parameters, allow_unused=True)
 
 
-def _layer_ms(shape: Shape, recipe: Recipe, device: torch.device) -> float | None:
-    """Milliseconds of forward and backward of a layer as a CUDA graph; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    needs_x, needs_parameters = shape.needs_grad
-    sizes, like = shape[1:4], {"device": device, "dtype": shape.x_dtype}
-    layer = LowPrecisionLinear(*sizes, device, shape.w_dtype, recipe=recipe)
-    x, g = torch.randn(shape.rows, sizes[0], **like), torch.randn(shape.rows, sizes[1], **like)
-    step = Step(layer.requires_grad_(needs_parameters), x.requires_grad_(needs_x), g)
-    is_on = shape.x_dtype != shape.w_dtype
-    with torch.autocast("cuda", shape.x_dtype, enabled=is_on, cache_enabled=False):
-        return median_ms(step, device, REPEATS, graph=True)
+def _times(shapes: set[Shape], recipes: list[Recipe], device: torch.device) -> dict:
+    """Milliseconds of forward and backward as a CUDA graph, by shape and recipe; {} on a CPU."""
+    ms = {}
+    for shape, recipe in product(shapes, (RECIPES["high"], *recipes)):
+        if device.type == "cuda":
+            like = {"device": device, "dtype": shape.x_dtype}
+            x, g = (torch.randn(shape.rows, size, **like) for size in (shape.dim_in, shape.dim_out))
+            layer = LowPrecisionLinear(*shape[1:4], device, shape.w_dtype, recipe=recipe)
+            needs_x, needs_parameters = shape.needs_grad
+            step = Step(layer.requires_grad_(needs_parameters), x.requires_grad_(needs_x), g)
+            is_on = shape.x_dtype != shape.w_dtype
+            with torch.autocast("cuda", shape.x_dtype, enabled=is_on, cache_enabled=False):
+                ms[shape, recipe] = median_ms(step, device, REPEATS, graph=True)
+    return ms
 
 
 @contextlib.contextmanager
@@ -286,7 +273,3 @@ def _worst(decibels: Iterable[float | None]) -> float | None:
     """The lowest, where NaN is worse than any; None if there is none."""
     numbers = [x for x in decibels if x is not None]
     return min(numbers, key=lambda x: (not math.isnan(x), x), default=None)
-
-
-def _sum(rows: list[dict], key: str) -> float | None:
-    return None if rows[0][key] is None else sum(row[key] for row in rows)

@@ -21,16 +21,14 @@ from lowprec.nn.recipe import GAINS_FROM, Recipe, matches
 class Layer:
     """A linear layer that matches the patterns.
 
-    `gains`: whether its shape is faster under the recipe than in 16 bits. `called`: whether a
-    forward pass on the inputs calls it; None if no inputs were given. A layer that is not called is
-    not swapped.
+    `called`: whether a forward pass on the inputs calls it; None if no inputs were given. A layer
+    that is not called is not swapped.
     """
 
     name: str
     in_features: int
     out_features: int
     swapped: bool
-    gains: bool
     called: bool | None = None
 
 

@@ -95,6 +95,13 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
 
 
+def missing_format(recipe: Recipe, device: torch.device) -> str | None:
+    """A native format of the recipe that a GPU does not multiply; a CPU computes the definition."""
+    formats = recipe.native_formats if device.type == "cuda" else ()
+    missing = (f for f in formats if ops.takes("auto", parse_format(f), device) == "reference")
+    return next(missing, None)
+
+
 def refuse_second_derivative() -> None:
     """Raises RuntimeError in a backward with create_graph=True, whose products are constants.
 

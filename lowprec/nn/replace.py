@@ -83,9 +83,9 @@ def apply_recipe(
         called = None if calls is None else module in calls
         weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
         shape = weight.shape[::-1]
-        gains = gains_speed(recipe, *shape)
-        swapped = recipe.function and called is not False and (gains or not skip_slow)
-        layers.append(Layer(layer, *shape, swapped, gains, called))
+        is_wanted = not skip_slow or gains_speed(recipe, *shape)
+        swapped = recipe.function and called is not False and is_wanted
+        layers.append(Layer(layer, *shape, swapped, called))
         _set_settings(module, settings if swapped else None)
     fuse(model)
     _set_fast_path(model)

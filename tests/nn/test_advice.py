@@ -10,8 +10,8 @@ from torch import nn
 from lowprec.clip import open_clip
 from lowprec.nn import advice, advise, apply_recipe, prepare_for_training
 from lowprec.nn.advice import Advice, verdict
-from lowprec.nn.recipe import PRODUCTS
-from tests.nn.models import clip, pair
+from lowprec.nn.recipe import PRODUCTS, RECIPES
+from tests.nn.models import MODELS, clip, pair
 
 
 class Net(nn.Module):
@@ -72,10 +72,12 @@ def test_errors_are_those_of_the_definition_in_float64():
 
 
 def test_a_row_for_each_recipe_and_layer_counts_all_calls_and_takes_the_worst(monkeypatch):
-    def layer_ms(shape, recipe, device):
-        return {"high": 1.0, "switchback": 0.5}.get(recipe.name, 3.0) * shape.dim_in
+    def times(shapes, recipes, device):
+        ms = {"high": 1.0, "switchback": 0.5}
+        recipes = (RECIPES["high"], *recipes)
+        return {(s, r): ms.get(r.name, 3.0) * s.dim_in for s in shapes for r in recipes}
 
-    monkeypatch.setattr(advice, "_layer_ms", layer_ms)
+    monkeypatch.setattr(advice, "_times", times)
     model = Net().eval()
     small, large = (batch(),), {"x": batch(1) * 100, "scale": 2.0}
     options = {"loss": mean_square, "recipes": ["switchback", "hw_fp8_switchback"]}
@@ -187,16 +189,21 @@ def test_prepared_and_checkpointed_models_give_the_rows_of_plain_ones():
             assert after[key] == (pytest.approx(value, rel=0.2) if is_number else value), key
 
 
-def test_an_output_may_hold_its_loss():
-    class Labeled(Net):
-        def forward(self, x, target):
-            output = super().forward(x)
-            return {"output": output, "loss": nn.functional.mse_loss(output, target)}
+@pytest.mark.parametrize("name", ["timm siglip", "timm beit", "transformers Llama"])
+def test_layers_that_a_forward_calls_have_a_row(name):
+    kind = MODELS[name]
 
-    inputs = {"x": batch(), "target": torch.ones(6, 16)}
-    assert [r["layer"] for r in advise(Labeled(), inputs, recipes="llm_int8").rows] == [
-        *("first", "shared")
-    ]
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = kind.build()
+
+        def forward(self, inputs):
+            return {"loss": kind.loss(self.model, inputs)}
+
+    rows = advise(WithLoss(), {"inputs": kind.inputs()}, recipes="switchback").rows
+    found = {end for end in kind.layers.split() if any(r["layer"].endswith(end) for r in rows)}
+    assert found == set(kind.layers.split()) - set(kind.uncalled.split())
 
 
 @pytest.mark.parametrize(
