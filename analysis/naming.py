@@ -131,15 +131,15 @@ def join(items) -> str:
 
 
 def number(value: float) -> str:
-    """A number such as a learning rate: `0.002`, and below 1e-3 `2.5e-4`."""
-    if not 0 < abs(value) < 1e-3:
+    """A number such as a learning rate: `0.02`, and below 1e-2 `2e-3`."""
+    if not 0 < abs(value) < 1e-2:
         return f"{value:.12g}"
     digits, _, exponent = f"{value:.12e}".partition("e")
     return f"{float(digits):g}e{int(exponent)}"
 
 
 def setting(key: str, value: object) -> str:
-    """`ViT-B/32`, `SwitchBack int8`, `batch size 4,096`, `lr 0.002`: a value of a config key."""
+    """`ViT-B/32`, `SwitchBack int8`, `batch size 4,096`, `lr 2e-3`: a value of a config key."""
     printed = {"model.name": model, "precision.label": precision, "label": str, "": str}
     if key in printed:
         return printed[key](value)

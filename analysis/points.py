@@ -86,6 +86,7 @@ class Points(Figure):
                 marker="o" if self.means else MARKERS[i % len(MARKERS)],
                 hollow=self.hollow(part) if self.hollow else None,
                 spread=self._spread(places[part.index]) if x.names else 0.0,
+                every=places.unique() if self.means == "line" else (),
             )  # fmt: skip
         ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
         if x.names:
@@ -103,7 +104,11 @@ class Points(Figure):
         seeds = measures.seeds(frame, "model", self.hue, pairs[0][0].column)
         text = f"{naming.join(labels)} of {measures.of_runs(frame)} ({seeds} of each setting)."
         text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
-        means = {"bar": "; bars: their means", "line": "; lines: their means", "": ""}[self.means]
+        means = {
+            "bar": "; bars: their means",
+            "line": "; lines: their means, with gaps where there are no runs",
+            "": "",
+        }[self.means]
         text += f" Points: runs{means}; a cross: a run without a value.{self.notes(frame)}"
         return text + measures.caption_end(frame)
 

@@ -48,7 +48,7 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
     for line in thick:
         np.testing.assert_allclose(line.get_ydata(), median)
     assert len({line.get_color() for line in thick}) == 2
-    assert ax.get_title() == "nano" and legend(ax) == ["lr 0.001", "lr 0.004"]
+    assert ax.get_title() == "nano" and legend(ax) == ["lr 1e-3", "lr 4e-3"]
 
 
 @pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])

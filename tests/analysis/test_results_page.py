@@ -302,26 +302,67 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     scored = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
     heads = runs.runs.set_index("run").join(scored[["validation_loss", "recall"]])
     heads = heads[heads["model.name"] == "vit_h14"].reset_index()
-    heads = heads.set_index(["precision.label", "optimizer.lr"])
-    rows = rows_of("| ViT-H/14, seed 1 | learning rate |")
-    for recipe, rate, *numbers in rows:
-        head = heads.loc[PRECISIONS[recipe], float(rate)]
-        loss = runs.only(head["run"]).metrics.set_index("step")["loss"]
+    for at, run in enumerate(heads["run"]):
+        loss = runs.only(run).metrics.set_index("step")["loss"]
         median = loss.rolling(21, center=True).median().loc[101:]
-        excursion = (median - median.cummin()).max()
-        values = f"{head['validation_loss']:.4f}", f"{head['recall']:.1f}", f"{excursion:.2f}"
-        assert numbers == [*values], (recipe, rate)
-    assert len(rows) == 8
-    loss = heads["validation_loss"]
-    assert loss.loc["bf16"].idxmin() == 3.5e-4 and heads["recall"].loc["bf16"].idxmax() == 2.5e-4
-    change = loss.loc["switchback"] / loss.loc["bf16"] - 1
-    page = words_of("true_size")
-    assert f"SwitchBack int8 differs by {abs(change[3.5e-4]):.1%}, and" in page
-    assert f"at 2.5e-4 ({change[2.5e-4]:.1%}) and at 5e-4 ({change[5e-4]:.1%})" in page
-    above = loss.xs(1e-3, level=1)[["bf16", "switchback"]] - loss.loc["bf16"].min()
-    assert "end {:.2f} and {:.2f} nats above it".format(*above) in page
+        features = runs.only(run).series(paper.BLOCK.format(LAST["vit_h14"]), "feature_mean")
+        heads.loc[at, "excursion"] = (median - median.cummin()).max()
+        heads.loc[at, ["early", "end"]] = features[300], features.iloc[-1]
+        heads.loc[at, "at_150"] = loss.loc[145:155].median()
+    heads = heads[heads["precision.label"] != "custom"]
+    heads = heads.set_index(["precision.label", "optimizer.lr"])
+    recipes = {naming.precision(name): name for name in heads.index.unique(0)}
+    rows = rows_of("| learning rate | recipe (seed 1) |")
+    for rate, recipe, *numbers in rows:
+        cells = heads.loc[(recipes[recipe], float(rate)), list(COLUMNS)]
+        assert numbers == list(map(str.format, COLUMNS.values(), cells)), (recipe, rate)
+    assert len(rows) == len(heads) == 18
+    loss, page = heads["validation_loss"].unstack(), words_of("true_size")
+    assert (loss.idxmin(axis=1) == 3.5e-4).all()
+    assert (heads["recall"].unstack().idxmax(axis=1) == 2.5e-4).all()
+    change = (loss / loss.loc["bf16"] - 1).loc[["switchback", "hw_fp8_tensorwise", "llm_int8"]]
+    assert (
+        "At 3.5e-4, SwitchBack int8 ends {:.1%} above bf16, tensor-wise fp8 {:.1%} and LLM.int8() "
+        "{:.1%}.".format(*change[3.5e-4])
+    ) in page
+    switchback, _, llm = change.to_numpy()
+    below = "2.5e-4 ({:.1%}), 5e-4 ({:.1%}) and 7e-4 ({:.1%})".format(*switchback[[0, 2, 3]])
+    assert f"below bf16 at {below}" in page
+    assert f"ends {llm[:3].min():.1%} to {llm[:3].max():.1%} above bf16 at each" in page
+    above = loss - loss.loc["bf16"].min()
+    assert (above.loc[:, :5e-4] <= 0.1).all(axis=None)
+    assert above.loc[:, 7e-4:].stack().dropna().between(0.1, 1).all()
+    last = change[1e-3]
+    assert f"LLM.int8() ends {-last['llm_int8']:.1%} below bf16" in page
+    ends = f"tensor-wise fp8 {last['switchback']:.1%} and {last['hw_fp8_tensorwise']:.1%} above it"
+    assert ends in page
+    large = heads["excursion"].unstack()[1e-3] > 0.5
+    assert set(large.index[large]) == {"switchback", "hw_fp8_tensorwise"}
+    early, end = (heads[name].unstack() for name in ("early", "end"))
+    early = (early / early.loc["bf16"]).loc["llm_int8"]
+    low, high = early[:5e-4].min(), early[:5e-4].max()
+    assert f"{low:.1f} to {high:.1f} times as large as in bf16 up to 5e-4, and " in page
+    assert f"5e-4, and {early[1e-3]:.1f} times at 1e-3" in page
+    end = (end / end.loc["bf16"]).loc["hw_fp8_tensorwise"].dropna()
+    assert f"fp8 are {end.min():.2f} to {end.max():.2f} times as large at each" in page
+    at_150 = heads["at_150"].unstack()
+    low, high = at_150.loc[:, :3.5e-4].stack().agg(["min", "max"])
+    assert f"step 150 is {low:.1f} to {high:.1f} at the two lowest rates" in page
+    (at_7e_4,) = {f"{value:.1f}" for value in at_150[7e-4].dropna()}
+    assert f"{at_7e_4} at 7e-4" in page
+    assert f"{at_150[1e-3].min():.1f} to {at_150[1e-3].max():.1f} at 1e-3" in page
     bf16 = heads["recall"].loc["bf16"]
     assert f"gains {bf16[2.5e-4] - bf16[5e-4]:.1f} points at half its rate" in PAGE
+    assert f"is {change.loc['switchback', 3.5e-4]:.1%} above bf16's at 3.5e-4" in PAGE
+
+
+COLUMNS = {
+    "validation_loss": "{:.4f}",
+    "recall": "{:.1f}",
+    "excursion": "{:.2f}",
+    "early": "{:.1f}",
+    "end": "{:.1f}",
+}
 
 
 @pytest.mark.slow

@@ -258,3 +258,21 @@ def test_the_page_has_predictions_and_rows_at_paper_scale_only_with_runs(train, 
         keys = {"experiment": "accuracy_vs_size", "scale": "paper"}
         train("high", BASE, **keys)
         train("switchback", BASE, **keys)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "score"),
+    [
+        ([0.2, 0.2], "true"),
+        ([0.2], "open: more seeds"),
+        ([0.5, 0.2], "open: more seeds"),
+        ([0.5, 0.5], "false"),
+    ],
+)
+def test_the_prediction_of_fp8_is_judged_where_bf16_trains(train, fp8, score):
+    for lr in (2.5e-4, 5e-4):
+        train("high", [0.2, 0.2], lr=lr)
+        train(FP8, fp8, lr=lr)
+    train("high", [2.0, 2.0], lr=2e-3)
+    root = train(FP8, [0.2, 0.2], lr=2e-3)  # trains where bf16 does not
+    assert size_judges.predictions(Evidence([root]))[3][2] == score
