@@ -122,8 +122,9 @@ def advise(
     multiplies natively. What surrounds a layer is not timed: neither the fusion of an MLP's GELU
     nor what torch.compile fuses.
 
-    Leaves the model as it was, with its buffers, gradients and hooks, and the random state. Layers
-    that no gradient reaches or that `apply_recipe` refuses have no row.
+    Leaves the model as it was, with its buffers, gradients and hooks, and the random state. Needs
+    memory for one more copy of the layers' inputs. Layers that no gradient reaches or that
+    `apply_recipe` refuses have no row.
 
     Args:
         model: any module.
@@ -145,10 +146,7 @@ def advise(
         kind = wrong[0] if wrong else "an empty list"
         raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    chosen = [*map(find_recipe, [recipes] if isinstance(recipes, str | Recipe) else recipes)]
-    if fake := [recipe.name for recipe in chosen if not recipe.is_native]:
-        raise ValueError(f"recipe {fake[0]!r} is not native: must be one of {', '.join(NATIVE)}")
-    chosen = [recipe for recipe in chosen if missing_format(recipe, device) is None]
+    chosen = _find_native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
     modules: dict[str, nn.Module] = {}
     shapes: dict = defaultdict(list)  # of a layer's calls
     errors: dict = defaultdict(list)  # of a layer, a product's name and its formats
@@ -172,7 +170,8 @@ def advise(
         with recorded(modules, keep):
             for batch in batches:
                 _backward(model, batch, loss, device)
-        ms = _times({s for calls in shapes.values() for s in calls}, chosen, device)
+        distinct = dict.fromkeys(shape for calls in shapes.values() for shape in calls)
+        ms = _times(distinct, chosen, device)
     work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items()}
     rows = []
     for recipe in chosen:
@@ -189,8 +188,7 @@ def advise(
             row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
             rows.append(row)
     if not rows:
-        why = "no linear layer was called and got a gradient"
-        raise ValueError(why if chosen else f"this GPU multiplies none of {recipes} natively")
+        raise ValueError("no linear layer was called and got a gradient")
     return Advice(rows)
 
 
@@ -209,6 +207,17 @@ def verdict(row: dict, min_sqnr_db: float) -> tuple[str, str]:
     if not worst >= min_sqnr_db:
         return "noisy", text
     return ("not timed", text) if None in times else ("gain", f"{times[0] - times[1]:.3f} ms")
+
+
+def _find_native(recipes: Sequence[str | Recipe], device: torch.device) -> list[Recipe]:
+    """The recipes that a GPU multiplies natively, all on a CPU."""
+    found = [find_recipe(recipe) for recipe in recipes]
+    if fake := [recipe.name for recipe in found if not recipe.is_native]:
+        raise ValueError(f"recipe {fake[0]!r} is not native: must be one of {', '.join(NATIVE)}")
+    fit = [recipe for recipe in found if missing_format(recipe, device) is None]
+    if not fit:
+        raise ValueError(f"recipes={recipes}: {device} multiplies none of them natively")
+    return fit
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> None:
@@ -232,7 +241,7 @@ def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch
     torch.autograd.grad(output, parameters, allow_unused=True)
 
 
-def _times(shapes: set[Shape], recipes: list[Recipe], device: torch.device) -> dict:
+def _times(shapes: Iterable[Shape], recipes: list[Recipe], device: torch.device) -> dict:
     """Milliseconds of forward and backward as a CUDA graph, by shape and recipe; {} on a CPU."""
     ms = {}
     for shape, recipe in product(shapes, (RECIPES["high"], *recipes)):

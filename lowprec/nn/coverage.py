@@ -1,9 +1,7 @@
 """Reports what became of a model's linear layers, and finds those that a forward does not call."""
 
-import contextlib
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -199,85 +197,27 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(settings.recipe.products) and type(weight) is nn.Parameter
 
 
-@contextlib.contextmanager
-def _recorded_calls() -> Iterator[set[nn.Module]]:
-    """The modules that are called within, and the layers of fused MLPs."""
-    called = set()
+def trace(model: nn.Module, inputs: tuple) -> set[nn.Module]:
+    """The modules that `model(*inputs)` calls, in evaluation mode and without gradients.
+
+    The layers of a fused MLP are called with it.
+    """
+    called: set[nn.Module] = set()
 
     def add(module, *_):
-        called.update(
-            [module, *module.children()] if isinstance(module, LowPrecisionMLP) else [module]
-        )
+        called.update([module, *(module.children() if isinstance(module, LowPrecisionMLP) else ())])
 
-    hook = register_module_forward_hook(add)
-    try:
-        yield called
-    finally:
-        hook.remove()
-
-
-def trace(model: nn.Module, inputs: tuple) -> set[nn.Module]:
-    """The modules that `model(*inputs)` calls, in evaluation mode and without gradients."""
     modes = {module: module.training for module in model.modules()}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # hides calls
+    hook = register_module_forward_hook(add)
     try:
         model.eval()
-        with _recorded_calls() as called, torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             model(*inputs)
     finally:
+        hook.remove()
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, mode in modes.items():
             module.training = mode
     return called
-
-
-def check_first_forward(model: nn.Module) -> None:
-    """Makes the model's next forward warn about low-precision layers that it does not call.
-
-    It checks nothing if parts of the model are compiled then: hooks would be compiled with them.
-    """
-    cancel_check(model)
-    model.register_forward_pre_hook(_record_calls)
-
-
-def cancel_check(model: nn.Module) -> None:
-    """Removes the check by `check_first_forward` if it has not run yet."""
-    for key, hook in list(model._forward_pre_hooks.items()):
-        if hook is _record_calls:
-            del model._forward_pre_hooks[key]
-
-
-def _record_calls(model: nn.Module, _) -> None:
-    if torch.compiler.is_compiling():
-        return
-    modules = dict(model.named_modules())
-    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules.values()):
-        cancel_check(model)
-        return
-    recording = contextlib.ExitStack()
-    called = recording.enter_context(_recorded_calls())
-
-    def finish(model, _, output):
-        recording.close()
-        end.remove()
-        if output is None:  # the forward pass has raised an exception
-            return
-        cancel_check(model)
-        uncalled = [n for n, m in modules.items() if _is_quantized(m) and m not in called]
-        # only in modules that ran: a forward pass of one tower says nothing about the other
-        uncalled = [name for name in uncalled if _owner(modules, name) in called]
-        if uncalled:
-            more = f" and {len(uncalled) - 3} more" if len(uncalled) > 3 else ""
-            text = "not called, so their weights are not quantized"
-            warnings.warn(f"{text}: {', '.join(uncalled[:3])}{more}", stacklevel=2)
-
-    end = model.register_forward_hook(finish, always_call=True)
-
-
-def _owner(modules: dict[str, nn.Module], name: str) -> nn.Module:
-    """The nearest module above a layer that has a forward pass, as a ModuleList has not."""
-    name = name.rpartition(".")[0]
-    while name and type(modules[name]).forward is nn.Module.forward:
-        name = name.rpartition(".")[0]
-    return modules[name]

@@ -49,8 +49,7 @@ def apply_recipe(
     "high"; its fused projection is the layer "in_proj". Any other nn.MultiheadAttention is left
     alone. All other layers become nn.Linear again under "high". Parameters keep their names and
     order, modules keep their hooks, and another recipe can be applied later. A layer whose owner
-    reads its weight without calling it stays as it is. A forward on `inputs` finds such layers;
-    without `inputs`, the next forward warns about them.
+    reads its weight without calling it stays as it is. A forward on `inputs` finds such layers.
 
     Args:
         model: a module that contains the layers.
@@ -89,8 +88,6 @@ def apply_recipe(
         _set_settings(module, settings if swapped else None)
     fuse(model)
     _set_fast_path(model)
-    if calls is None and any(layer.swapped for layer in layers):
-        coverage.check_first_forward(model)
     return Layers(model, recipe, layers)
 
 

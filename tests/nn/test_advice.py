@@ -211,6 +211,7 @@ def test_layers_that_a_forward_calls_have_a_row(name):
     [
         ({"recipes": ["fp8_rowwise"]}, "'fp8_rowwise' is not native: must be one of switchback, "),
         ({"recipes": ["swichback"]}, "nearest: switchback"),
+        ({"recipes": []}, r"recipes=\[\]: cpu multiplies none of them natively"),
         ({"inputs": 3}, "inputs: int; must be a tensor"),
         ({"inputs": []}, "inputs: an empty list; must be a tensor"),
         ({"inputs": [torch.ones(6, 8), 3]}, "inputs: int; must be"),

@@ -1,6 +1,5 @@
-"""What the report of `apply_recipe` says, and the warning about layers that are not called."""
+"""What the report of `apply_recipe` says."""
 
-import copy
 from collections import OrderedDict
 from types import SimpleNamespace
 
@@ -12,31 +11,7 @@ from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.inference import to_int8
 from lowprec.nn.replace import NoLayerError
-from tests.nn.models import MODELS, clip, with_subclass_weight
-
-
-@pytest.mark.filterwarnings("error")
-def test_forward_of_one_tower_says_nothing_about_the_other():
-    model = clip()
-    apply_recipe(model, "switchback")
-    assert len(model._forward_pre_hooks) == 1
-    model(image=torch.randn(1, 3, 32, 32))  # a warning would be an error
-    assert not model._forward_pre_hooks  # it was checked
-
-
-def test_a_layer_in_a_container_whose_weight_is_only_read_is_named():
-    class Reader(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({"c_fc": nn.Linear(8, 8)})
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.layers["c_fc"].weight)
-
-    model = nn.Sequential(Reader())
-    apply_recipe(model, "switchback", ["c_fc"])
-    with pytest.warns(UserWarning, match="^not called, .*layers.c_fc"):
-        model(torch.randn(2, 8))
+from tests.nn.models import MODELS, with_subclass_weight
 
 
 def test_modules_may_have_settings_of_their_own():
@@ -44,21 +19,6 @@ def test_modules_may_have_settings_of_their_own():
     model.settings = {"depth": 1}
     assert apply_recipe(model, "switchback").num_quantized == 1
     model(torch.randn(2, 8))
-
-
-@pytest.mark.filterwarnings("error")
-def test_recipes_in_a_row_check_the_first_forward_once():
-    model, x = MODELS["torchvision swin"].build().eval(), torch.randn(1, 3, 32, 32)
-    for recipe in ("switchback", "switchback"):
-        apply_recipe(model, recipe, ["qkv", "attn.proj"])
-        assert len(model._forward_pre_hooks) == 1
-    unchecked = copy.deepcopy(model)
-    apply_recipe(model, "switchback", ["mlp.0"])  # checks the layers of the earlier recipes, too
-    assert len(model._forward_pre_hooks) == 1
-    with pytest.raises(UserWarning, match="^not called, .*attn.qkv"):
-        model(x)
-    apply_recipe(unchecked, "high", ["qkv", "attn.proj"])
-    unchecked(x)
 
 
 def flags(module):
@@ -177,7 +137,6 @@ def test_model_with_unchecked_layers_compiles_to_one_graph(compile_blocks):
     with torch._dynamo.config.patch(error_on_recompile=True):
         outputs = [model(x) for _ in range(3)]
     assert torch.equal(outputs[0], outputs[2])
-    assert not (compile_blocks and model._forward_pre_hooks)  # nothing is left to do per forward
 
 
 def test_a_token_meets_some_of_the_experts_that_are_linear_layers():

@@ -1,8 +1,5 @@
 """What each verb keeps to, for models of all libraries: apply_recipe, to_int8, and preparing."""
 
-import re
-import warnings
-
 import pytest
 import torch
 
@@ -42,23 +39,6 @@ def test_apply_recipe_converts_the_layers_that_the_model_calls(name):
     assert 1e-5 < error(row.output(model), exact) < 0.1
     apply_recipe(model, "high", row.where)
     assert error(row.output(model), exact) < 1e-5
-
-
-@each
-@torch.no_grad()
-def test_the_first_forward_warns_about_layers_that_are_not_called(name):
-    row = MODELS[name]
-    model = row.build().eval()
-    apply_recipe(model, "switchback", row.where)
-    for first in (True, False):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            row.output(model)
-        texts = [str(w.message) for w in caught if "not called" in str(w.message)]
-        assert len(texts) == (bool(row.uncalled) and first)
-        for text in texts:
-            names = re.fullmatch(r"not called.*?: (.*?)( and \d+ more)?", text)[1].split(", ")
-            assert all(name.endswith(tuple(row.uncalled.split())) for name in names)
 
 
 @each
