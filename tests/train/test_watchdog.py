@@ -35,6 +35,14 @@ def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(ended, tmp_path):
     assert "test_watchdog.py" in (tmp_path / "stacks/0001/rank_0.txt").read_text()
 
 
+def test_a_suspended_process_continues(ended, monkeypatch, tmp_path):
+    dog = Watchdog(0, 10, tmp_path)
+    now = watchdog.time.monotonic
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now() + 3600))
+    assert not ended.event.wait(1.2)
+    dog.close()
+
+
 def test_a_rank_that_cannot_write_its_stacks_still_says_why_it_ends(ended, tmp_path, capsys):
     reasons = []
     dog = Watchdog(1, 100, tmp_path / "gone" / "stacks" / "0000", reasons.append)
