@@ -1,0 +1,223 @@
+"""The run directories that `watch` writes, and the examples of its page."""
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from analysis import load_runs, spike_marks
+from lowprec.config.check import ConfigError, RunError
+from lowprec.diagnostics import watch
+from lowprec.runs.read import read_status
+from tests.diagnostics.watched import (
+    PROTOCOL,
+    STATISTICS,
+    example,
+    make,
+    planted,
+    take,
+)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="protocol='papr': must be a Protocol or one of paper"):
+        watch(model, optimizer, protocol="papr")
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    with pytest.raises(ConfigError, match="batchsize: no such key; nearest: batch_size"):
+        monitor.save(tmp_path / "run", {"batchsize": 3})
+    with pytest.raises(ConfigError, match="seed='zero': not allowed"):
+        monitor.save(tmp_path / "run", {"seed": "zero"})
+    assert not (tmp_path / "run").exists() and len(monitor.rows()) == 1
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_run_of_the_harness_is_not_written_into(make_config, run_once, tmp_path):
+    run_once(make_config(), tmp_path / "run")
+    before = content(tmp_path / "run")
+    model, optimizer = make()
+    for step in (0, 3):
+        monitor = watch(model, optimizer, step=step)
+        take(model, optimizer, monitor, [1])
+        with pytest.raises(RunError, match=r"run has a run that watch did not record"):
+            monitor.save(tmp_path / "run")
+        monitor.close()
+    (tmp_path / "run" / "config.yaml").unlink()
+    with pytest.raises(RunError, match="did not record"):
+        monitor.save(tmp_path / "run")
+    del before["config.yaml"]
+    assert content(tmp_path / "run") == before
+
+
+def test_a_second_watched_run_does_not_write_into_the_first(tmp_path):
+    planted(tmp_path, (20, 60))
+    before = content(tmp_path)
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    with pytest.raises(RunError, match="has another run: save elsewhere or, to continue it"):
+        monitor.save(tmp_path)
+    assert content(tmp_path) == before
+    monitor.save(tmp_path / "other")
+    assert len(load_runs(tmp_path / "other").metrics) == 1
+
+
+@pytest.mark.parametrize("saves", [(60,), (20, 30, 60)])
+def test_the_run_directory_opens_in_analysis(tmp_path, saves):
+    folder = tmp_path / "runs" / "mine"
+    monitor, twin = planted(folder, saves), planted(tmp_path / "none", ())
+    assert monitor.rows() == []
+    runs = load_runs(tmp_path / "runs")
+    [head] = runs.runs.to_dict("records")
+    assert (head["run"], head["state"], head["note"]) == ("mine", "finished", "")
+    assert head["optimizer.name"] == "adamw" and head["optimizer.lr"] == 1e-2
+    assert head["model.name"] == "Sequential" and head["num_steps"] == 60
+    expected = twin.rows()
+    assert runs.metrics["loss"].tolist() == [row["loss"] for row in expected]
+    for statistic in STATISTICS:
+        frame = runs.tensors("*", statistic).set_index("step")
+        for name in monitor.names:
+            assert frame[name].tolist() == [row[f"{statistic}/{name}"] for row in expected]
+    series = spike_marks.read_series(runs)
+    protocol = spike_marks.protocol_of_run(head)
+    assert protocol == PROTOCOL
+    [spike] = spike_marks.spike_table(series, protocol, "0.weight").to_dict("records")
+    assert (spike["step"], spike["lead"]) == (43, 3)
+    spikes = runs.events.dropna(subset="spike")
+    assert [*spikes["step"]] == [40, 43] and [*spikes["spike"]] == ["rms", "loss"]
+
+
+def test_a_resumed_run_continues_its_directory(tmp_path):
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, range(1, 7))
+    first = monitor.rows()
+    monitor.save(tmp_path / "run")
+    resumed = watch(model, optimizer, step=4)  # from a checkpoint of step 4
+    monitor.close()
+    take(model, optimizer, resumed, range(5, 10))
+    twice = {step: row for row in first + resumed.rows() if (step := row["step"])}
+    resumed.save(tmp_path / "run")
+    runs = load_runs(tmp_path / "run")
+    assert runs.metrics["step"].tolist() == list(range(1, 10))
+    expected = [twice[step] for step in range(1, 10)]
+    assert runs.metrics["loss"].tolist() == [row["loss"] for row in expected]
+    rms = runs.series("0.weight", "rms").tolist()
+    assert rms == [row["rms/0.weight"] for row in expected]
+    assert rms[4:6] != [row["rms/0.weight"] for row in first[4:6]]  # steps 5 and 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "state", "reason"),
+    [(math.nan, "diverged", "the loss is nan at step 2"), (None, "finished", "")],
+)
+def test_a_run_whose_last_loss_is_not_finite_diverged(tmp_path, loss, state, reason):
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    if loss is not None:
+        monitor.loss(loss)
+    optimizer.step()
+    for _ in range(2):  # at a checkpoint, and at the end
+        monitor.save(tmp_path)
+        status = read_status(tmp_path)
+        assert (status["state"], status["reason"], status["step"]) == (state, reason, 2)
+    take(model, optimizer, monitor, [3])
+    monitor.save(tmp_path)
+    assert read_status(tmp_path)["state"] == "finished"
+
+
+def test_later_saves_keep_the_seed_and_the_largest_rate(tmp_path):
+    model, optimizer = make()
+    monitor = watch(model, optimizer)
+    take(model, optimizer, monitor, [1])
+    monitor.save(tmp_path, {"seed": 3})
+    monitor.close()
+    optimizer.param_groups[0]["lr"] = 1e-4  # at the end of a schedule
+    resumed = watch(model, optimizer, step=1)
+    for step, given in ((2, {"seed": 3}), (3, None)):
+        take(model, optimizer, resumed, [step])
+        resumed.save(tmp_path, given)
+    [head] = load_runs(tmp_path).runs.to_dict("records")
+    assert (head["seed"], head["optimizer.lr"], head["num_steps"]) == (3, 1e-2, 3)
+
+
+def test_the_pages_example_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example("torch.nn.Linear(8, 1)")
+    assert "'rms/weight': " in capsys.readouterr().out
+    assert len(load_runs(tmp_path).metrics) == 20
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+def test_a_callback_watches_the_trainer_of_transformers(tmp_path):
+    importlib.import_module("lowprec.clip")  # a CPU build of torch can then import torchvision
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=64)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    tokens = torch.randint(64, (32, 8))
+    data = [{"input_ids": x, "labels": x} for x in tokens]
+    options = dict(max_steps=6, per_device_train_batch_size=4, report_to=[], disable_tqdm=True)
+    options |= dict(logging_steps=1, save_strategy="no", use_cpu=True)
+    arguments = transformers.TrainingArguments(str(tmp_path), **options)
+    callback = example("TrainerCallback")["Watch"]()
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    metrics = load_runs(tmp_path / "watched").metrics
+    assert len(losses) == 6 and metrics["loss"].tolist() == pytest.approx(losses, abs=1e-3)
+    assert "model.layers.0.mlp.up_proj.weight" in callback.monitor.names
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_callback_watches_lightning(tmp_path, accumulated):
+    importlib.import_module("lowprec.clip")
+    lightning, losses = pytest.importorskip("lightning"), []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def training_step(self, batch, _):
+            loss = self.layer(batch).square().mean()
+            losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    options |= dict(enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path)
+    options |= dict(
+        callbacks=[example("Callback):\n    def on_train_start")["Watch"]()], max_steps=4
+    )
+    trainer = lightning.Trainer(accumulate_grad_batches=accumulated, **options)
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(32, 8), 4))
+    runs = load_runs(tmp_path / "watched")
+    expected = np.reshape(losses, (4, accumulated)).mean(1)
+    np.testing.assert_allclose(runs.metrics["loss"], expected, rtol=1e-5)
+    assert len(runs.series("layer.weight", "rms")) == 4
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_an_accelerated_loop_is_watched(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(8, 1)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 8), 4)
+    names = example("Accelerator", model=model, loader=loader,
+                    optimizer=torch.optim.AdamW(model.parameters()))  # fmt: skip
+    assert names["monitor"].step == 4
+    metrics = load_runs(tmp_path).metrics
+    assert len(metrics) == 4 and metrics["loss"].notna().all()
