@@ -19,17 +19,15 @@ from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
 NO_VERDICT = "no verdict"  # a check that the paper's claim does not hang on
-SCALES = ("paper", "mini")  # the first that has runs is judged
+SCALE = "mini"  # of the runs that are judged, unless a claim names another
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests for trends, after Holm's correction
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
-SHARDS = "data.train=... data.val=..."  # every command at paper scale needs them
 
 # The margins of the verdicts, which `Claim.margin` words.
-MARGINS = {"paper": 0.1, "mini": 0.5}  # points: the paper's own; of mean R@1, by PROTOCOL.md
-TRAINS = 0.05  # excess over bf16's loss, as a share of it
+MARGIN = 0.5  # points of mean R@1, by PROTOCOL.md
 SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time saved: less is no speed-up
 ABOUT = 2.0  # points of a share that the paper gives as "about", until 2026-11-26
@@ -86,16 +84,15 @@ class Evidence:
         self.runs = functools.cache(self._runs)  # runs(studies, scale): read once
         self.spikes = functools.cache(self._spikes)
 
-    def _runs(self, studies: Sequence[str], scale: str = "") -> Runs:
-        """The runs of some studies that ended, at a scale, or at the largest that has any."""
+    def _runs(self, studies: Sequence[str], scale: str = SCALE) -> Runs:
+        """The runs of some studies that ended, at a scale."""
         table = self.summaries[self.summaries["state"].isin(ENDED)]
-        for at in [scale] if scale else SCALES:
-            part = table[table["experiment"].isin(studies) & (table["scale"] == at)]
-            if len(part):
-                return Runs(part, files=self.files)
-        raise lacking("", studies, scale)
+        part = table[table["experiment"].isin(studies) & (table["scale"] == scale)]
+        if part.empty:
+            raise lacking("", studies, scale)
+        return Runs(part, files=self.files)
 
-    def outcomes(self, studies: Sequence[str], scale: str = "") -> pd.DataFrame:
+    def outcomes(self, studies: Sequence[str], scale: str = SCALE) -> pd.DataFrame:
         """`Runs.runs` with `accuracy`, `recall`, `validation_loss`, `log_loss` and `loss`.
 
         `accuracy` is zero-shot top-1, `recall` the mean R@1 of both directions, both in % at the
@@ -174,12 +171,10 @@ def _heights(series: spike_marks.Series, protocol: Protocol) -> dict[str, float]
     }
 
 
-def lacking(what: str, studies: Sequence[str], scale: str = "") -> NoRunsError:
+def lacking(what: str, studies: Sequence[str], scale: str = SCALE) -> NoRunsError:
     """The error for missing evidence: what is missing, and the command that makes it."""
-    ending = "" if scale == "paper" else f"_{scale or 'mini'}"
-    existing = [name for name in studies if (EXPERIMENTS / f"{name}{ending}.yaml").exists()]
-    study = (existing or studies)[0]
-    makes = command(study, scale or "mini") + ("" if ending else f" {SHARDS}")
+    existing = [name for name in studies if (EXPERIMENTS / f"{name}_{scale}.yaml").exists()]
+    makes = command((existing or studies)[0], scale)
     return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 
 
@@ -243,11 +238,10 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
 
 
 def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
-    """`reproduced` or not, with the scale of runs that are smaller than the paper's."""
-    verdict = REPRODUCED if holds else NOT
-    scale = "paper" if runs is None else runs["scale"].iloc[0]
-    at = {"paper": "", "true_size": " at true size"}.get(scale, f" at {scale} scale")
-    return verdict + at
+    """`reproduced` or not, with the scale of the runs, if there are any."""
+    scale = None if runs is None else runs["scale"].iloc[0]
+    at = {None: "", "true_size": " at true size"}.get(scale, f" at {scale} scale")
+    return (REPRODUCED if holds else NOT) + at
 
 
 def decide(
@@ -276,7 +270,7 @@ def equal(
     ours = f"{ours}; 90%: {sample}"
     if losses is not None and len(losses):
         ours += f"; validation loss, %: {Sample.of(losses, TWO_ONE_SIDED)}"
-    holds = _within(sample, MARGINS[runs["scale"].iloc[0]])
+    holds = _within(sample, MARGIN)
     why = "an interval extends beyond its margin; more seeds are needed"
     return decide(ours, holds, sample.num, runs, why)
 
@@ -288,13 +282,11 @@ def _within(sample: Sample, margin: float) -> bool | None:
     return False if sample.low > margin or sample.high < -margin else None
 
 
-def larger(
-    ours: str, values: pd.Series, runs: pd.DataFrame, unless: str = "", bar: float = 0.0
-) -> Finding:
-    """A mean above `bar`: the whole interval, or none of it; `unless`: why that is too little."""
+def larger(ours: str, values: pd.Series, runs: pd.DataFrame, unless: str = "") -> Finding:
+    """A mean above 0: the whole interval, or none of it; `unless`: why that is too little."""
     sample = Sample.of(values)
-    holds = above(sample.low, sample.high, bar)
+    holds = above(sample.low, sample.high, 0.0)
     if holds and unless:
         holds = None
-    why = unless or f"the interval contains {bar:g}; more seeds are needed"
+    why = unless or "the interval contains 0; more seeds are needed"
     return decide(ours, holds, sample.num, runs, why)

@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 
-from analysis import bench, comparison, evidence, measures, naming, paper
+from analysis import bench, evidence, measures, naming, paper
 from analysis.comparison import counted
 from analysis.evidence import (
     ABOUT,
     NO_GAIN,
     NO_VERDICT,
     SLOPE,
-    TRAINS,
     UNDECIDED,
     Evidence,
     Finding,
@@ -28,9 +27,8 @@ from analysis.evidence import (
     lacking,
 )
 from analysis.load import NoRunsError
-from analysis.naming import join
 
-H14, SMALLEST = paper.ACCURACY_MODEL, "vit_b32"
+H14 = paper.ACCURACY_MODEL
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 H14_WIDTH, BF16 = 1280, "bf16"
 
@@ -42,32 +40,28 @@ def accuracy(
     other: object,
     rule: Callable[..., Finding],
     studies: Sequence[str],
-    scale: str,
     only: dict | None = None,
     by_size: bool = False,
 ) -> Finding:
-    """Judges the accuracy with `varied` at `one` minus that at `other`, paired by seed.
+    """Judges the mean R@1 with `varied` at `one` minus that at `other`, paired by seed.
 
-    At paper scale, this is the zero-shot accuracy of the paper's largest model; at mini scale, the
-    mean R@1 of our largest model (or the zero-shot accuracy of runs without R@1). `only` maps
-    columns to the values that runs must have. `by_size` judges the difference for the largest
-    model minus that for the smallest. `equal` at mini scale also gives the validation loss,
-    relative to that at `other`.
+    The largest model is judged. `only` maps columns to the values that runs must have. `by_size`
+    judges the difference for the largest model minus that for the smallest. `equal` also gives the
+    validation loss, relative to that at `other`.
     """
-    runs = records.outcomes(studies, scale)
+    runs = records.outcomes(studies)
     for column, value in (only or {}).items():
         runs = runs[runs[column] == value]
-    metric = "recall" if scale == "mini" and runs["recall"].max() > 0 else "accuracy"
     compared = varied, one, other
-    pairs = evidence.differences(runs, *compared, metric)
-    sizes = [name for name in pairs if scale == "mini" or name in (SMALLEST, H14)]
-    if not sizes or (scale == "paper" and sizes[-1] != H14) or (by_size and len(sizes) < 2):
+    pairs = evidence.differences(runs, *compared, "recall")
+    sizes = list(pairs)
+    if len(sizes) < 1 + by_size:
         what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
-        raise lacking(what + (", two sizes" if by_size else ""), studies, scale)
+        raise lacking(what + (", two sizes" if by_size else ""), studies)
     ours = "; ".join(f"{naming.model(name)} {Sample.of(values)}" for name, values in pairs.items())
-    ours += {"recall": " (mean R@1)", "accuracy": " (zero-shot)"}[metric]
+    ours += " (mean R@1)"
     largest = pairs[sizes[-1]]
-    if rule is evidence.equal and scale == "mini":
+    if rule is evidence.equal:
         logs = evidence.differences(runs, *compared, "log_loss")  # given, not judged
         changes = {name: 100 * np.expm1(log[np.isfinite(log)]) for name, log in logs.items()}
         change = changes.pop(sizes[-1], None)
@@ -81,35 +75,11 @@ def accuracy(
     return rule(f"{ours}; largest minus smallest {Sample.of(growth)}", growth, runs)
 
 
-def fix(records: Evidence, change: str, helps: bool) -> Finding:
-    """Judges one change to fp8 tensor-wise training by whether it then trains like bf16."""
-    runs = records.outcomes(("fp8_fixes",))
-    runs = runs[runs["precision.label"].isin([BF16, "fp8_tensorwise"])]  # the miniature is in e2m1
-    is_fp8 = runs["precision.label"] == "fp8_tensorwise"
-    clips = runs["optimizer.clip_norm"].notna()
-    changes = runs["intervention.name"].where(~clips, "gradient clipping")
-    arm = pd.Series(BF16, runs.index).where(~is_fp8, changes.replace("none", "plain"))
-    names = (BF16, "plain", change)
-    same = comparison.signature(runs, "precision.label", "optimizer.name", "intervention.name")
-    shared = set.intersection(*(set(same[arm == name]) for name in names))
-    if not shared:
-        what = f"{join(names)} with equal settings and seeds"
-        raise lacking(what, ("fp8_fixes",), "paper")
-    arms = {name: runs[(arm == name) & same.isin(shared)] for name in names}
-    seeds = arms[BF16]["seed"].nunique()
-    trains = {name: _trains(group, arms[BF16]) for name, group in arms.items()}
-    ours = "; ".join(f"{name}: {_ends(group)}" for name, group in arms.items())
-    if trains["plain"]:
-        return decide(ours, None, seeds, runs, "fp8 trains unchanged: nothing to rescue")
-    trains[BF16] = trains[BF16] or None  # a baseline that fails decides nothing
-    unknown = [name for name in names if trains[name] is None]
-    holds = None if unknown else trains[change] == helps
-    why = f"{', '.join(unknown)}: seeds differ by more than the margin, or some diverge"
-    return decide(f"{ours} ({counted(seeds, 'seed')})", holds, seeds, runs, why)
-
-
 def features(
-    records: Evidence, stopped: str = "", study: str = "feature_magnitude", scale: str = ""
+    records: Evidence,
+    stopped: str = "",
+    study: str = "feature_magnitude",
+    scale: str = evidence.SCALE,
 ) -> Finding:
     """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops one of them.
 
@@ -230,18 +200,3 @@ def quantize_share(records: Evidence) -> Finding:
     bar = paper.LARGEST_SHARE + ABOUT
     earlier = f"by the earlier bar of {bar:g}%: {at_scale(bool(holds and largest <= bar))}"
     return Finding(ours, at_scale(bool(holds and largest <= paper.LARGEST_TIMED_SHARE)), earlier)
-
-
-def _trains(group: pd.DataFrame, base: pd.DataFrame) -> bool | None:
-    """Whether the interval of the last loss is within the margin above bf16's; None: in part."""
-    diverged = group["state"] == "diverged"
-    if diverged.any():
-        return False if diverged.all() else None
-    losses, bases = (part.groupby("seed")["loss"].mean() for part in (group, base))
-    excess = Sample.of(losses / bases - 1)
-    return True if excess.high <= TRAINS else False if excess.low > TRAINS else None
-
-
-def _ends(group: pd.DataFrame) -> str:
-    num = int((group["state"] == "diverged").sum())
-    return f"{num} of {len(group)} diverged" if num else f"last loss {group['loss'].mean():.3g}"

@@ -26,6 +26,7 @@ QUANTIZE_SHARE = {  # of SwitchBack's time, % in quantize operations
 }
 LARGEST_TIMED_SHARE = max(share for shares in QUANTIZE_SHARE.values() for share in shares)
 ACCURACY_MODEL = "vit_h14"
+EQUAL = 0.1  # points of accuracy: SwitchBack int8 matches bf16 within it
 ACCURACY = {  # its zero-shot ImageNet top-1 in % by optimizer and beta2, +-0.2: figure 10
     "adamw": {0.5: 55.7, 0.8: 57.0, 0.9: 57.3, 0.95: 57.15, 0.98: 57.0},
     "adamw_clip": {0.98: 57.35, 0.99: 57.5},

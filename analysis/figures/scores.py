@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import comparison, measures, naming, spike_marks, style
+from analysis import comparison, evidence, measures, naming, paper, spike_marks, style
 from analysis.comparison import counted
-from analysis.evidence import MARGINS
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points
@@ -161,7 +160,7 @@ def seeds_needed(deviation: float, margin: float) -> int:
 
 def noise_of_rounding(frame: pd.DataFrame) -> str:
     """The standard deviations of both arms, and the seeds that equality takes."""
-    text, points = "", sorted(MARGINS.values())
+    text, points = "", (paper.EQUAL, evidence.MARGIN)
     for arm, part in frame.groupby("arm"):
         recall = deviation(frame, arm, "recall")
         loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
