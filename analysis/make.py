@@ -186,15 +186,12 @@ def _of_runs(
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
-    is_own = experiment in (None, figure.studies[0])  # otherwise the caller chose another study
-    total, missing = study.count_missing(name, scale, table) if is_own else (0, 0)
-    note = f" {missing} of the study's {total} runs are not made." if missing else ""
     mark = study.mark_of_runs(drawn, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    return frame, {"mark": mark, "note": note, "runs": rows, "left_out": left_out}, scale
+    return frame, {"mark": mark, "note": "", "runs": rows, "left_out": left_out}, scale
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:

@@ -24,8 +24,7 @@ the trajectory diverges for other reasons. Each of several steps `change_from` h
 Additional replays (`perturbed`) change nothing but the last digit of the weights at that step. If
 the spike is gone in these replays too, a change that removes it proves little.
 
-Prints a table, and writes the table, every step and a figure to RUN/replays/. The run itself is not
-changed.
+Prints a table, and writes the table and every step to RUN/replays/. The run itself is not changed.
 """
 
 import hashlib

@@ -1,17 +1,13 @@
-"""Compares replays with each other and with the run's record: table, verdict and figure."""
+"""Compares replays with each other and with the run's record: table and verdict."""
 
-import io
 import math
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from analysis import style
 from analysis.figures.point_of_no_return import CONTROL, PERTURBED, STAYS, UNCHANGED
-from analysis.spike_marks import TENSOR
 from lowprec.config.check import RunError
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable
@@ -60,7 +56,7 @@ def report(
     frames: dict[Replay, pd.DataFrame],
     protocol: Protocol,
 ) -> str:
-    """Writes `<stem>.csv`, `<stem>_table.csv` and `<stem>.png`; returns the text to print."""
+    """Writes `<stem>.csv`, every step, and `<stem>_table.csv`; returns the text to print."""
     control = next(iter(frames.values()))
     record = recorded.rename_axis("step").rename("loss").reset_index()
     record = record[record["step"].isin(control["step"])]
@@ -72,13 +68,8 @@ def report(
     for ending, frame in ((".csv", curves), ("_table.csv", compared)):
         text = frame.to_csv(index=False, lineterminator="\n")
         durable.replace(stem.with_name(stem.name + ending), text.encode())
-    with style.style():
-        figure, picture = Figure(layout="constrained"), io.BytesIO()
-        draw(figure, frames, record, step)
-        figure.savefig(picture, format="png")
-    durable.replace(stem.with_name(stem.name + ".png"), picture.getvalue())
     text = compared.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
-    return f"{text}\n{LEGEND}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.png"
+    return f"{text}\n{LEGEND}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.csv"
 
 
 def table(
@@ -154,27 +145,3 @@ def _outcomes(changed: pd.DataFrame) -> list[str]:
         names = ", ".join(variants["change"][has_it])
         lines.append(f"The spike {outcome} with: {names or 'no change'}.")
     return lines
-
-
-def draw(
-    figure: Figure, frames: dict[Replay, pd.DataFrame], record: pd.DataFrame, step: int
-) -> None:
-    """Plots the loss above RMS_t of the patch embedding: a line per replay, dots for the record."""
-    names = list(dict.fromkeys(replay.change for replay in frames))
-    figure.set_size_inches(style.COLUMN_WIDTH, 3.6 + 0.12 * len(names))
-    loss, rms = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    loss.plot(record["step"], record["loss"], "o", color=style.OTHER, ms=3, label="recorded")
-    for axes, column in ((loss, "loss"), (rms, "rms")):
-        unnamed = set(names)
-        for (name, *_), frame in frames.items():
-            finite = frame[column].where(frame[column].abs() < math.inf)
-            line = {"color": f"C{names.index(name)}", "lw": 0.9}
-            line = {"color": "black", "lw": 1.8} if name == CONTROL else line
-            axes.plot(frame["step"], finite, label=name if name in unnamed else None, **line)
-            unnamed -= {name}
-        axes.axvline(step, color=style.OTHER, lw=0.5)
-    rms.axhline(Protocol.rms_threshold, color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
-    loss.set(ylabel="training loss")
-    rms.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step", yscale="log")
-    rms.set_title(TENSOR, loc="right", fontsize=6)
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside lower left")

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from analysis import make, paper, study
+from analysis import make, paper
 from analysis.figures import FIGURES
 from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.style import save, style
@@ -149,7 +149,6 @@ def drawn(tmp_path, write_run, monkeypatch, capsys):
     write_studies(tmp_path / "runs", write_run)
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # a second per picture
     monkeypatch.setattr(make, "save", keep)
-    monkeypatch.setattr(study, "planned", lambda *_: [])  # it composes each config of a study
     out = tmp_path / "out"
     assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert "not drawn" not in capsys.readouterr().err

@@ -1,12 +1,11 @@
-"""The runs that a study asks for, and the marks of figures drawn from incomplete or mixed runs."""
+"""The marks of figures drawn from incomplete or mixed runs."""
 
 import json
-import re
 import shutil
 
 import pytest
 
-from analysis import load_runs, make, study
+from analysis import make
 from analysis.load import load_all
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
@@ -15,38 +14,14 @@ WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
 OF_STUDY = {"num_steps": 20, "scale": "mini", "model": "mini_l", "diagnostics": WATCHED}
 
 
-def test_runs_of_a_study_are_those_with_its_settings(make_run, tmp_path):
-    make_run(**OF_STUDY, optimizer="stable_adamw")
-    runs = load_runs(tmp_path / "runs").runs
-    assert study.count_missing("loss_curves", "mini", runs) == (10, 9)
-    others = runs.assign(**{"optimizer.name": "adamw"})
-    assert study.count_missing("loss_curves", "mini", others) == (10, 10)
-
-
 def the_mark(tmp_path, slug="rms_and_loss", **keys):
-    about = make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]
-    missing = re.findall(r"\d+ of the study's \d+ runs are not made", about["caption"])
-    return "; ".join([*filter(None, [about["mark"]]), *missing])
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The studies whose plans are asked for; each plans a run with beta2 0.9 and one with 0.999."""
-    names = []
-
-    def planned(experiment, scale):
-        names.append(experiment)
-        return [{"optimizer.beta2": beta2} for beta2 in (0.9, 0.999)]
-
-    monkeypatch.setattr(study, "planned", planned)
-    return names
+    return make.draw(slug, load_all(tmp_path / "runs"), tmp_path / "out", "", **keys)[1]["mark"]
 
 
 def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback(
-    make_run, tmp_path, asked
+    make_run, tmp_path
 ):
     run = make_run(beta2=0.999, experiment="stability", **OF_STUDY)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made" and asked == ["stability"]
     own = make_run(beta2=0.999, experiment="rms_and_loss", **OF_STUDY | {"scale": "demo"})
     runs = load_all(tmp_path / "runs")
     pairs = make._slugs_and_scales(runs.summaries, None, None)
@@ -54,14 +29,11 @@ def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback
     for scale, shown in (("mini", run), ("demo", own), (None, own)):
         _, about = make.draw("rms_and_loss", runs, tmp_path / "out", "", scale)
         assert [row["path"] for row in about["runs"]] == [str(shown)]
-    assert asked == ["stability", "stability", "rms_and_loss", "rms_and_loss"]
 
 
-@pytest.mark.usefixtures("asked")
-def test_marks_state_what_is_incomplete_missing_or_mixed(make_run, tmp_path):
+def test_marks_state_what_is_incomplete_or_mixed(make_run, tmp_path):
     keys = {"experiment": "rms_and_loss"} | OF_STUDY
     make_run(beta2=0.999, **keys)
-    assert the_mark(tmp_path) == "1 of the study's 2 runs are not made"
     make_run(beta2=0.9, **keys)
     make_run(beta2=0.8, **keys, state="diverged", steps=12)
     assert the_mark(tmp_path) == ""
