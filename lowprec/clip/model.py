@@ -140,14 +140,14 @@ def image_size(model: nn.Module) -> int:
     return size[0] if isinstance(size, (tuple, list)) else size
 
 
-def contrastive_loss(rank: int = 0, world_size: int = 1, local_loss: bool = False) -> nn.Module:
+def contrastive_loss(rank: int = 0, world_size: int = 1) -> nn.Module:
     """open_clip's symmetric cross entropy over the batch: `loss(**model(images, tokens))`, 0-d.
 
-    With several processes, features are gathered with their gradients; with `local_loss`, each
-    rank computes only its own rows of the loss.
+    With several processes, features are gathered with their gradients, and each rank computes only
+    its own rows of the loss.
     """
     return open_clip.loss.ClipLoss(
-        local_loss=local_loss, gather_with_grad=True, rank=rank, world_size=world_size
+        local_loss=True, gather_with_grad=True, rank=rank, world_size=world_size
     )
 
 

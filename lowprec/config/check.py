@@ -23,6 +23,9 @@ PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
 REMOVED = {  # keys of old records, with their only value
     "distributed.gather_with_grad": True,
+    "distributed.local_loss": True,
+    "distributed.static_graph": True,
+    "distributed.sync_bn": False,
     "optimizer.paged": False,
 }
 REMOVED_CHOICES = {"optimizer.name": REMOVED_OPTIMIZERS}  # accepted in old records

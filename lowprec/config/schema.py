@@ -267,9 +267,6 @@ class DistributedConfig:
     """Training in several processes, one per GPU, started by torchrun, srun or submitit."""
 
     name: str = key("none", "kind of data parallelism", choices=("none", "ddp", "fsdp2"))
-    local_loss: bool = key(True, "compute on each rank only its own rows of the loss")
-    static_graph: bool = key(True, "DDP's static graph: every step uses the same parameters")
-    sync_bn: bool = key(False, "DDP on GPUs: compute batch norm over all ranks")
     timeout_s: float = key(600.0, "seconds a rank may make no progress", above=0, identity=False)
 
 

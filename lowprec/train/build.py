@@ -201,7 +201,7 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
     state = TrainState(model, build_optimizer(config, model), scaler, world=world)
     task = ContrastiveTask(
         model,
-        clip.contrastive_loss(world.rank, world.size, config.distributed.local_loss),
+        clip.contrastive_loss(world.rank, world.size),
         clip.Normalize().to(device),
         config.precision.autocast,
         parallel=parallel,
@@ -267,20 +267,13 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
         compile_embedding(model.visual)
     if world.size == 1:
         return model
-    if has_batch_norm(model) and not config.distributed.sync_bn:
+    if has_batch_norm(model):
         raise ConfigError(
             [
                 f"distributed={config.distributed.name}: model {config.model.name} has batch norm, "
-                "whose statistics each process would compute on its own; use distributed=ddp "
-                "distributed.sync_bn=true"
+                "whose statistics each process would compute on its own; train in one process"
             ]
         )
-    if config.distributed.sync_bn:
-        if not has_batch_norm(model):
-            raise ConfigError([f"distributed.sync_bn=true: {config.model.name} has no batch norm"])
-        if next(model.parameters()).device.type == "cpu":
-            raise ConfigError(["distributed.sync_bn=true needs GPUs"])
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.distributed.name == "ddp":
         device = next(model.parameters()).device
         return DistributedDataParallel(
@@ -288,7 +281,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             # of micro-batches, only the last averages gradients
-            static_graph=config.distributed.static_graph and config.accumulate == 1,
+            static_graph=config.accumulate == 1,
         )
     shard(model, clip.blocks(model), world)
     return model

@@ -13,7 +13,6 @@ CASES = {
     "parts": {"accumulate": 2},
     "parts dropout": {"accumulate": 4, "model.patch_dropout": 0.5},
     "parts scaled": {"accumulate": 2},
-    "whole loss": {},
     "checkpointing": {"checkpointing": True},
     "fsdp2": {},
     "fsdp2 parts dropout": {"accumulate": 2, "model.patch_dropout": 0.5},
@@ -26,7 +25,7 @@ CASES = {
 }  # fmt: skip
 REFERENCE = {  # case: the one whose gradients, of one process and in one piece, it must give
     "plain": "plain", "dropout": "dropout", "parts": "plain", "parts dropout": "dropout",
-    "parts scaled": "plain", "whole loss": "plain", "checkpointing": "plain",
+    "parts scaled": "plain", "checkpointing": "plain",
     "locked": "locked", "locked parts": "locked", "fsdp2 locked": "locked",
     "fsdp2 locked parts": "fsdp2 locked parts",
     "fsdp2": "plain", "fsdp2 parts dropout": "dropout", "int8": "int8", "fsdp2 int8": "int8",
@@ -55,7 +54,6 @@ def compute_all(ranks, make, folder):
             if (name, size) not in TRIALS:
                 continue
             kind = {"distributed.name": "fsdp2" if name.startswith("fsdp2") else "ddp"}
-            kind |= {"distributed.local_loss": False} if name == "whole loss" else {}
             configs[name] = make({"model.vision_layers": 2, **changes, **kind})
         answer = ranks("gradients", size, folder=folder / str(size), configs=configs)
         assert answer["codes"] == [0] * size, answer["logs"]
