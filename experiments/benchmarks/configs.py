@@ -78,6 +78,5 @@ BENCHMARKS = {  # module of this package: its keys
     "model": ModelConfig,
     "ops": OpsConfig,
     "optimizer": Config,
-    "scale": Config,
     "step": StepConfig,
 }
