@@ -70,17 +70,6 @@ def open_shards(
     return Shards(sources, files, catalog)
 
 
-def count_indexed(pattern: str, index: str | None = None) -> int | None:
-    """The pairs of a pattern's shards as its catalog counts them; None if it is not current."""
-    with contextlib.suppress(OSError, ValueError):
-        sources = expand(pattern)
-        file = _catalog_file([_index_file(sources[0], index)], pattern)
-        recorded = load_sealed(file)[0]
-        if _has_same_files(recorded, _catalog_of(sources)):
-            return int(recorded["samples"].sum())
-    return None
-
-
 def _catalog_of(sources: list[str]) -> np.ndarray:
     """A catalog with the paths and stamps of shards; the rest is zero."""
     paths = np.array([os.path.abspath(source).encode() for source in sources])

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
-from lowprec.data.index import count_indexed, open_shards
+from lowprec.data.index import open_shards
 from lowprec.data.jobs import num_cores
-from lowprec.data.shapes import NUM_TRAIN, render_shapes
+from lowprec.data.shapes import render_shapes
 from lowprec.data.shards import Shards
 from lowprec.data.sources import (
     ShardUrls,
@@ -67,25 +67,12 @@ def open_data(config: Config, *, training: bool = True) -> Data:
             val = open_shards(data.val, data.index, name="data.val")
     if val is not None and needs_names(config):
         faults += _label_faults(config, val)
-    if isinstance(train, Shards):
-        faults += batch_faults(config, train.num_samples)
+    if isinstance(train, Shards) and config.batch_size > train.num_samples:
+        count = train.num_samples
+        faults.append(f"batch_size={config.batch_size} exceeds the {count} pairs of data.train")
     if faults:
         raise ConfigError(faults)
     return Data(train, val)
-
-
-def batch_faults(config: Config, count: int | None = None) -> list[str]:
-    """The fault of a batch that exceeds the pairs of data.train.
-
-    Without their count, that of a current index, or of the built-in set before it is rendered.
-    """
-    if count is None and will_render(config):
-        count = NUM_TRAIN
-    elif count is None and config.data.name != "stream":
-        count = count_indexed(config.data.train, config.data.index)
-    if count is None or config.batch_size <= count:
-        return []
-    return [f"batch_size={config.batch_size} exceeds the {count} pairs of data.train"]
 
 
 @contextlib.contextmanager

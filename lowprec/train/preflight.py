@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LOGGERS, Config
-from lowprec.data.open import batch_faults
 from lowprec.data.sources import data_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
@@ -31,7 +30,6 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     if training:
         faults += _folder_faults(config)
         faults += process_faults(config, planned)
-        faults += batch_faults(config)
     if faults:
         raise ConfigError(faults)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import runpy
 import shlex
@@ -21,7 +20,6 @@ from lowprec import waiting
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import CONF, ComposedRun, compose_command
 from lowprec.config.schema import Config
-from lowprec.data.index import open_shards
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
@@ -216,22 +214,6 @@ def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, 
         train_run(run.config)
     assert all(fault in str(error.value) for fault in FAULTS[keys])
     assert not Path("runs/never").exists() and not Path("data/shaeps").exists()
-
-
-def test_a_batch_of_more_pairs_than_were_counted_is_refused_before_a_run(work, monkeypatch):
-    monkeypatch.chdir(work)
-    pattern = "data/shapes/train-*.tar"
-    open_shards(pattern)
-    monkeypatch.setattr("lowprec.data.index.index_tar", lambda path: pytest.fail("read"))
-    few = [*TINY, "data=shards", f"data.train={pattern}", "evaluation=none"]
-    with pytest.raises(ConfigError, match="batch_size=201 exceeds the 200 pairs"):
-        compose_command([*few, "batch_size=201"], preflight=preflight)
-    assert compose_command([*few, "batch_size=200"], preflight=preflight)
-    os.utime("data/shapes/train-0000.tar", (0, 0))  # it may be another file
-    assert compose_command([*few, "batch_size=201"], preflight=preflight)
-    monkeypatch.chdir(work.parent)  # where the built-in set is not rendered yet
-    with pytest.raises(ConfigError, match="batch_size=20001 exceeds the 20000 pairs"):
-        compose_command([*TINY, "batch_size=20001"], preflight=preflight)
 
 
 def test_each_recipe_has_a_file():
