@@ -10,12 +10,10 @@ else from the oldest one at least 2 steps before. A finished run keeps only its 
 it had keep_checkpoints=2 or more. First, the steps are replayed unchanged: this control must
 reproduce the recorded losses, otherwise the exit status is 1. Then they are replayed with the
 changes, which may be any keys and groups of a run: all changes between two words `or` together, or
-with -m each combination. Three keys exist only here:
+with -m each combination. One key exists only here:
 
 skip_batches=0  leave out the batches of this many steps up to and including `step`, and use the
                 next ones instead: the cause of a spike precedes the step whose loss is too high
-clip_tensors=[]  clip the updates of these tensors alone, as StableAdamW does (optimizer=adamw)
-change_steps=0  number of steps with the changes; 0: all to the end
 
 If no change is given, the three usual suspects are tried: the data (skip_batches=8), the optimizer
 (update clipping, or beta2=0.9 if the run clips already) and the numerics (float32). A change acts
@@ -80,13 +78,11 @@ class ReplayConfig:
 
 @dataclass
 class ReplayedConfig(Config):
-    """A run's config, plus the keys that only a replay has."""
+    """A run's config, plus the key that only a replay has."""
 
     skip_batches: int = key(
         0, "leave out the batches of this many steps, up to and including `step`", least=0
     )
-    clip_tensors: list[str] = key([], "clip the updates of these tensors alone (optimizer=adamw)")
-    change_steps: int = key(0, "number of steps with the changes; 0: all to the end", least=0)
 
 
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
@@ -188,16 +184,7 @@ def replays(
             keeps = variant.scaler.name == unchanged.scaler.name
             try:
                 for start in starts:
-                    after = Path(tempfile.mkdtemp(dir=folder))
-                    until = start + variant.change_steps - 1
-                    options = {"keeps_scaler": keeps}
-                    if is_short := start <= until < steps[-1]:
-                        options |= {"last": until, "save_after": [until], "folder": after}
-                    frame = take(name, variant, states[start], **options)
-                    if is_short and frame["step"].iloc[-1] == until:
-                        saved = after / f"step_{until:09d}"
-                        rest = replayer.replay(unchanged, saved, keeps_scaler=keeps)
-                        frame = pd.concat([frame, rest], ignore_index=True)
+                    frame = take(name, variant, states[start], keeps_scaler=keeps)
                     frames[Replay(name, start)] = frame
             except CheckpointError as error:
                 faults.append(f"{name}: {error}")
@@ -219,7 +206,7 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
         try:
             runs = compose_command(
                 words, "replay", ReplayedConfig,
-                multirun=multirun, preflight=refuse_changes, base=trained,
+                multirun=multirun, preflight=preflight, base=trained,
             )  # fmt: skip
             configs |= {" ".join(run.overrides) or CONTROL: run.config for run in runs}
         except ConfigError as error:
@@ -227,18 +214,6 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     if faults:
         raise ConfigError(faults)
     return configs
-
-
-def refuse_changes(config: ReplayedConfig) -> None:
-    """Raises ConfigError if a variant cannot be replayed."""
-    faults = []
-    if config.clip_tensors and config.optimizer.name != "adamw":
-        faults.append("clip_tensors needs optimizer=adamw")
-    if config.change_steps and config.skip_batches:
-        faults.append("change_steps does not go with skip_batches")
-    if faults:
-        raise ConfigError(faults)
-    preflight(config)
 
 
 def suspects(trained: dict) -> Iterator[list[str]]:

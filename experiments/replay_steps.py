@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from itertools import chain, count, groupby, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import pandas as pd
@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from analysis.spike_marks import TENSOR
-from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.data.open import open_data
 from lowprec.optim.loss_scaling import NoScaler, build_scaler
-from lowprec.optim.schedules import matching
-from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
+from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.attempts import step_of
 from lowprec.runs.identity import to_dict
 from lowprec.train import build as building
@@ -25,7 +23,7 @@ from lowprec.train.checkpoint import save_checkpoint
 from lowprec.train.loop import Stepper
 from lowprec.train.state import TrainState
 
-NOT_OF_MODEL = ("optimizer", "skip_batches", "clip_tensors", "change_steps")
+NOT_OF_MODEL = ("optimizer", "skip_batches")
 
 
 class Replayer:
@@ -53,11 +51,8 @@ class Replayer:
         perturbation: int | None = None,
         save_after: Collection[int] = (),
         folder: Path | None = None,
-        last: int | None = None,
     ) -> pd.DataFrame:
         """Trains from a snapshot or checkpoint to the last step, or until a loss is not finite.
-
-        `last`: the last step, if not the Replayer's.
 
         If `keeps_scaler`, the state's loss scaler continues; otherwise a new one starts.
         `perturbation` is the seed of a relative change of all weights at the precision of their
@@ -66,20 +61,18 @@ class Replayer:
         """
         built = self._build(config)
         optimizer, scaler = built.state.optimizer, built.state.scaler
-        if config.clip_tensors:
-            clip_updates(optimizer, config.clip_tensors)
         built.state.scaler = scaler if keeps_scaler else NoScaler()
         built.state.load(state)
         built.state.scaler = scaler
         if perturbation is not None:
             perturb(built.task.model, perturbation)
         take_step, rows = Stepper(built), []
-        first, last, names = step_of(state) + 1, last or self.last, optimizer.names
+        first, names = step_of(state) + 1, optimizer.names
         skip_at = max(first, self.step + 1 - config.skip_batches)
         batches = self._batches_from(first)
         earlier = islice(batches, skip_at - first)
         later = islice(batches, min(config.skip_batches, self.step + 1 - skip_at), None)
-        for number, batch in zip(range(first, last + 1), chain(earlier, later), strict=False):
+        for number, batch in zip(range(first, self.last + 1), chain(earlier, later), strict=False):
             self.on_step(number)
             loss = take_step(number, batch)["loss"].item()
             rms = optimizer.statistics[:, STATISTICS.index("rms")].tolist()
@@ -136,19 +129,3 @@ def perturb(model: nn.Module, seed: int) -> None:
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator).to(p.device)
             p.copy_(p.float() * (1 + torch.finfo(p.dtype).eps * noise))
-
-
-def clip_updates(optimizer: StableAdamW, patterns: list[str]) -> None:
-    """Clips the updates of the matching tensors as StableAdamW does, and of no others."""
-    try:
-        clipped = matching(optimizer.names, patterns)
-    except ValueError as error:
-        raise ConfigError([f"clip_tensors: {error}"]) from error
-    groups = []
-    for group in optimizer.param_groups:
-        pairs = zip(group["param_names"], group["params"], strict=True)
-        for is_clipped, part in groupby(pairs, key=lambda pair: pair[0] in clipped):
-            names, params = map(list, zip(*part, strict=True))
-            own = {"params": params, "param_names": names}
-            groups.append(group | own | ({"clip_threshold": 1.0} if is_clipped else {}))
-    optimizer.param_groups[:] = groups

@@ -62,7 +62,7 @@ def test_a_run_with_a_change_is_two_runs_in_a_row_and_resumes_to_the_bit(
     after = config_of(name).precision_at(STEP)
     shutil.copytree(tmp_path / "parts", tmp_path / "unchanged")
     second = config_of(name, None)
-    second.precision, second.skip_batches, second.clip_tensors = after, 0, []
+    second.precision, second.skip_batches = after, 0
     state = list_checkpoints(tmp_path / "parts")[-1]
     folder = tmp_path / "parts" / "checkpoints"
     rows = Replayer(STEP, 8).replay(second, state, save_after=[8], folder=folder)
