@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -85,17 +85,14 @@ class Advice:
         heads = ("16 bit (ms)", f"{best} (ms)", *(f"{part} (dB)" for part in PRODUCTS))
         table = [("layers", "", "share", *heads, "to 0", "peak", "verdict")]
         for (name, text), rows in groups.items():
-            columns = {key: [row[key] for row in rows if row[key] is not None] for key in rows[0]}
-            cells = [name, f"{len(rows)} x", f"{sum(columns['share']):.1%}"]
-            for key in ("ms_16bit", "ms"):
-                cells.append(f"{sum(columns[key]):.3f}" if columns[key] else "")
-            for part in PRODUCTS:
-                worst = _worst(columns[f"{part}_sqnr_db"])
-                cells.append("16 bit" if worst is None else f"{worst:.1f}")
-            for key, form in (("underflowed", ".1%"), ("peak", ".0f")):
-                values = [x for part in PRODUCTS for x in columns[f"{part}_{key}"]]
-                cells.append(format(max(values), form))
-            table.append((*cells, text))
+            of = {key: [row[key] for row in rows if row[key] is not None] for key in rows[0]}
+            cells = [name, f"{len(rows)} x", f"{sum(of['share']):.1%}"]
+            cells += [f"{sum(of[key]):.3f}" if of[key] else "" for key in ("ms_16bit", "ms")]
+            noise = [of[f"{part}_sqnr_db"] for part in PRODUCTS]
+            cells += [f"{_worst(numbers):.1f}" if numbers else "16 bit" for numbers in noise]
+            zeros, peaks = ([of[f"{p}_{key}"] for p in PRODUCTS] for key in ("underflowed", "peak"))
+            cells += [f"{max(chain(*zeros)):.1%}", f"{max(chain(*peaks)):.0f}", text]
+            table.append(cells)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
         lines = [] if self.rows[0]["ms"] is None else [f"expected to save in a step: {saved}"]
@@ -198,7 +195,7 @@ def verdict(row: dict, min_sqnr_db: float) -> tuple[str, str]:
     "loses time" is followed by "noisy", if a product's SQNR is below the limit or NaN, and by
     "gain". Without times, a layer that is not noisy is "not timed".
     """
-    noise = {row[f"{p}_sqnr_db"]: p for p in PRODUCTS}
+    noise = {row[f"{p}_sqnr_db"]: p for p in PRODUCTS if row[f"{p}_sqnr_db"] is not None}
     worst = _worst(noise)
     text = f"{noise[worst]} {worst:.1f} dB"
     times = (row["ms_16bit"], row["ms"])
@@ -278,7 +275,6 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                     buffer.copy_(values)
 
 
-def _worst(decibels: Iterable[float | None]) -> float | None:
+def _worst(decibels: Iterable[float]) -> float | None:
     """The lowest, where NaN is worse than any; None if there is none."""
-    numbers = [x for x in decibels if x is not None]
-    return min(numbers, key=lambda x: (not math.isnan(x), x), default=None)
+    return min(decibels, key=lambda x: (not math.isnan(x), x), default=None)
