@@ -240,13 +240,13 @@ class Monitor:
             )
         self.flush()
         if earlier:  # a resumed run sees only the end of a schedule
-            self._largest_lr = max(self._largest_lr, earlier["optimizer"].get("lr", 0.0))
+            self._largest_lr = max(self._largest_lr, earlier.get("optimizer.lr", 0.0))
         given = self._given | (config or {})
         config = self._config(folder.name) | given
         require_values(config)
         record = Record(folder)
         try:
-            text = f"{HEADER}\n{json.dumps(_nested(config), indent=2)}"  # JSON is YAML, too
+            text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())
             self._given, self._saved_to = given, folder
             record.append("metrics", self._rows)
@@ -340,15 +340,3 @@ def _config_of(folder: Path) -> dict | None:
         return None
     header, _, text = path.read_text(errors="replace").partition("\n")
     return json.loads(text) if header == HEADER else {}
-
-
-def _nested(config: dict) -> dict:
-    """Dotted keys as groups of keys."""
-    nested: dict = {}
-    for key, value in config.items():
-        *groups, name = key.split(".")
-        inner = nested
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[name] = value
-    return nested
