@@ -19,6 +19,7 @@ quantization_variance.
 """
 
 import math
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from experiments.entry import run_command
 from lowprec.config.schema import key
 from lowprec.nn.recipe import RECIPES
 from lowprec.runs.read import encode_row
+from lowprec.waiting import Waiting
 
 WORST = 3  # layers to print per product
 
@@ -88,4 +90,5 @@ def worst_layers(rows: list[dict]) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    run_command(main, "quant_error", QuantErrorConfig)
+    with closing(Waiting("measuring")):
+        run_command(main, "quant_error", QuantErrorConfig)
