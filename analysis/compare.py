@@ -1,0 +1,95 @@
+"""Which setting is better, and is the difference larger than chance? `compare(load_runs(DIR))`."""
+
+import math
+from typing import NamedTuple
+
+import pandas as pd
+
+from analysis import comparison, measures, spike_marks
+from analysis.evidence import Sample
+from analysis.load import NoRunsError, Runs
+from lowprec.nearest import nearest
+from lowprec.runs.read import ENDED
+
+SCORES = ("recall", "accuracy")  # the first that was evaluated counts
+
+
+class Comparison(NamedTuple):
+    """The settings of some runs, compared by their final values.
+
+    `keys` are the settings in which the runs differ besides the seed; one that follows from others
+    is left out. `runs` has a row per run that has ended: those of `Runs.runs`, `setting` (the keys'
+    values) and the values: `loss`, the mean over the last 5% of the steps (NaN if it diverged);
+    `recall`, the mean R@1 of both directions in %, or else `accuracy`, zero-shot top-1 in % (0 if
+    it diverged); `spikes` and `highest`, the number of loss spikes and the height of the highest
+    (NaN in runs that are too short). `means` [settings, values] and `differences` from `baseline`
+    are `Sample`s over seeds; runs are paired by seed where all keys but `varied` are equal.
+    """
+
+    keys: list[str]
+    runs: pd.DataFrame
+    means: pd.DataFrame
+    varied: str
+    baseline: str
+    differences: pd.DataFrame
+
+
+def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
+    """Compares runs by the setting `varied`, by default the first in which they differ.
+
+    Differences are from `baseline`, a value of `varied`, by default the first run's. Raises
+    NoRunsError if no run has ended, and ValueError for another setting or value than theirs.
+    """
+    table = runs.runs.set_index("run").loc[measures.named_heads(runs)["run"]].reset_index()
+    names = ["model.name", "precision.label", "optimizer.name", *comparison.columns(table)]
+    settings = table[list(dict.fromkeys(names))].map(comparison.written)
+    keys, num = [], 1
+    for key in settings:
+        if (more := len(settings[[*keys, key]].drop_duplicates())) > num:
+            keys, num = [*keys, key], more
+    keys = keys or ["model.name"]
+    table = table.assign(**settings[keys], setting=settings[keys].agg(", ".join, axis=1))
+    ended = table[table["state"].isin(ENDED)]
+    if ended.empty:
+        raise NoRunsError(f"{runs.root}: no run has ended yet")
+    varied = varied or next((key for key in keys if key != "model.name"), keys[0])
+    _refuse_unknown("varied", varied, keys)
+    baseline = baseline or ended[varied].iloc[0]
+    _refuse_unknown("baseline", baseline, ended[varied].unique())
+    ended, values = _final_values(runs, ended)
+    equal = [*(key for key in keys if key != varied), "seed", "what"]
+    finals = ended.melt(["setting", *keys, "seed"], values, "what").dropna(subset="value")
+    by = ["setting", *keys, "seed", "what"]
+    finals = finals.groupby(by, sort=False)["value"].mean().reset_index()
+    is_baseline = finals[varied] == baseline
+    pairs = finals[~is_baseline].merge(finals[is_baseline], on=equal, suffixes=("", "_before"))
+    pairs["value"] -= pairs["value_before"]
+    means, differences = (
+        part.groupby(["setting", "what"], sort=False)["value"].apply(Sample.of).unstack("what")
+        for part in (finals, pairs)
+    )
+    return Comparison(keys, ended, means, varied, baseline, differences)
+
+
+def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows with their final values, and the names of these columns."""
+    ended = measures.with_scores(runs, ended)
+    scores = [name for name in SCORES if ended[name].notna().any()][:1]
+    diverged = ended["state"] == "diverged"
+    ended.loc[diverged, scores] = 0.0
+    steps = runs.metrics.astype({"loss": float})
+    steps = steps[steps["step"] > 0.95 * steps.groupby("run")["step"].transform("max")]
+    ended["loss"] = ended["run"].map(steps.groupby("run")["loss"].mean()).mask(diverged)
+    ended[["spikes", "highest"]] = math.nan
+    for at, head in ended.iterrows():
+        series = spike_marks.read_series(runs.only(head["run"]), spike_marks.TENSOR)
+        protocol = spike_marks.protocol_of_run(head)
+        if not spike_marks.why_unexamined(len(series.loss), protocol):
+            heights = spike_marks.spike_table(series, protocol)["height"]
+            ended.loc[at, ["spikes", "highest"]] = len(heights), max(heights, default=0.0)
+    return ended, ["loss", *scores, "spikes", "highest"]
+
+
+def _refuse_unknown(name: str, value: str, known: list[str]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value}: one of {', '.join(known)}{nearest(value, known)}")

@@ -1,0 +1,48 @@
+"""`compare` finds what differs between runs, and pairs them by seed."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import NoRunsError, load_runs
+from analysis.compare import compare
+
+
+@pytest.fixture
+def runs(make_run, tmp_path):
+    """Two optimizers with two values of beta2 and three seeds; the last run diverged."""
+    for optimizer, beta2, more in (("adamw", 0.9, 0), ("adamw", 0.99, 1), ("stable_adamw", 0.9, 2)):
+        for seed in (0, 1, 2):
+            losses = 2.0 + more + seed * (1 + more) / 10 + np.zeros(40)
+            recall = {f"retrieval/{way}_r1": np.full(40, 0.5 - more / 10) for way in WAYS}
+            keys = {"optimizer": optimizer, "beta2": beta2, "seed": seed, "columns": recall}
+            state = "diverged" if optimizer == "stable_adamw" and seed == 2 else "finished"
+            make_run(num_steps=40, losses=losses, state=state, **keys)
+    make_run(seed=9, num_steps=40, steps=10, state="running")
+    return load_runs(tmp_path / "runs")
+
+
+WAYS = ("image_to_text", "text_to_image")
+
+
+def test_differences_are_between_runs_of_one_seed_and_equal_other_settings(runs):
+    found = compare(runs, "optimizer.beta2", "0.9")
+    assert found.keys == ["optimizer.name", "optimizer.beta2"]
+    assert len(found.runs) == 9  # the unfinished run does not count
+    [difference] = found.differences["loss"]  # StableAdamW has no second beta2
+    assert list(found.differences.index) == ["adamw, 0.99"]
+    assert difference.mean == pytest.approx(1.1) and difference.num == 3  # 1.0, 1.1, 1.2
+    assert difference.low == pytest.approx(1.1 - 4.303 * 0.1 / 3**0.5, abs=1e-3)
+    means = found.means.loc["stable_adamw, 0.9"]
+    assert means["loss"].num == 2 and means["loss"].mean == pytest.approx(4.15)
+    assert means["recall"].mean == pytest.approx(20.0)  # 30% twice, 0 for the diverged run
+    assert pd.isna(found.runs["spikes"]).all()  # too short for any
+
+
+def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tmp_path):
+    with pytest.raises(ValueError, match=r"varied=optimizer.beta: one of .*nearest: optimizer.be"):
+        compare(runs, "optimizer.beta")
+    with pytest.raises(ValueError, match="baseline=0.8: one of 0.9, 0.99"):
+        compare(runs, "optimizer.beta2", "0.8")
+    with pytest.raises(NoRunsError, match="no run has ended"):
+        compare(runs.where(runs.summaries["state"] == "running"))
