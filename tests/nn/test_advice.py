@@ -227,6 +227,15 @@ def test_unsuitable_arguments_are_refused(change, message):
         advise(**options)
 
 
+def test_recipes_that_a_gpu_does_not_multiply_are_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))  # no fp8
+    found = advice._find_native(advice.NATIVE, torch.device("cuda"))
+    names = [recipe.name for recipe in found]
+    assert names == ["switchback", "switchback_m", "switchback_q", "llm_int8"]
+    with pytest.raises(ValueError, match="cuda multiplies none of them natively"):
+        advice._find_native(["hw_fp8_switchback"], torch.device("cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_every_layer_has_times(dtype):
