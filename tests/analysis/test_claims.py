@@ -26,7 +26,6 @@ from analysis.evidence import (
 )
 from lowprec.config.schema import InterventionConfig
 from tests.analysis.conftest import write_rows
-from tests.analysis.test_bench_figures import op_lines
 
 ROOT = Path(__file__).parents[2]
 HELD, FAILED = f"{REPRODUCED} at mini scale", f"{NOT} at mini scale"
@@ -135,40 +134,11 @@ def test_claims_about_accuracy_are_decided_by_their_runs(accuracies, claim):
     assert one(few, *claim)[1:] == (UNDECIDED, "one seed")
 
 
-NEAR, WIDE, FAR = (0.2, -0.1, 0.3), (-2, 0, 3), (3.0, 3.2, 2.9)  # % of the baseline's loss
-
-
-@pytest.mark.parametrize("changes", [NEAR, FAR, WIDE, NEAR[:2], ()])
-def test_the_validation_loss_is_given_but_not_judged_at_mini_scale(accuracies, changes):
-    losses = [0.06 * (1 + change / 100) for change in changes], [0.06] * len(changes)
-    _, compared, _ = OF_ACCURACY["C1", "int8 matches bf16's accuracy"]
-    root = accuracies(compared, EQUAL[0], losses=losses, **BY_SIZE, model="mini_l")
-    finding = one(root, "C1", "int8 matches bf16's accuracy")
-    assert finding.verdict == HELD and ("validation loss, %: " in finding.ours) == (changes != ())
-
-
 def test_a_diverged_run_counts_as_an_accuracy_of_0(accuracies):
     compared = arms("recipe", "high", "fp8_tensorwise")
     root = accuracies(compared, [BF16, [None, None]], **BY_SIZE, model="mini_l")
     finding = one(root, "C3", "loses accuracy")
     assert finding.verdict == HELD and "mini L +57.55" in finding.ours
-
-
-def test_one_products_baseline_is_that_of_another_study_and_formats_are_told_apart(accuracies):
-    e2m1 = {"grad_weight": {"format": "e2m1", "g": "columnwise", "x": "columnwise"}}
-    worse = ALONE["grad_weight"] | {"products": e2m1}
-    accuracies([ALONE["grad_weight"], worse], [(57.0, 57.1), (9.0, 9.1)], **PRODUCT)
-    root = accuracies([{"recipe": "high"}], [(58.0, 58.1)], **BY_SIZE | H14)
-    finding = one(root, "C6", "alone in int8 costs")
-    assert finding.verdict == HELD and "ViT-H/14 +1.00 [+1.00, +1.00], 2 seeds" in finding.ours
-
-
-def test_the_largest_model_in_tensorwise_fp8_is_that_of_the_study_of_fixes(accuracies):
-    compared = arms("recipe", "high", "fp8_tensorwise")
-    accuracies(compared, [BF16, BF16], **BY_SIZE, model="mini_l")
-    root = accuracies(compared, [BF16, LOWER], experiment="fp8_fixes", model="mini_h")
-    finding = one(root, "C3", "loses accuracy")
-    assert finding.verdict == HELD and "mini L +0.00" in finding.ours
 
 
 def test_only_runs_of_equal_settings_are_compared(accuracies):
@@ -191,23 +161,6 @@ def test_without_runs_each_claim_names_the_command_that_makes_them(tmp_path):
 
 AT_256 = "vit_h14 batch 256"
 TIMES = {"open_clip": 100, "high": 92, "autograd_high": 90, "switchback": 80, "llm_int8": 101}
-CHECKPOINTED = {"open_clip": 100, "high": 85, "autograd_high": 87, "switchback": 70, "llm_int8": 80}
-
-
-@pytest.mark.parametrize(
-    ("words", "verdict", "number"),
-    [
-        ("nn.Linear", REPRODUCED, "13.0% of the time (1.150 times as fast) (vit_h14 batch 256)"),
-        ("autograd function", NOT, "11.1% of the time (1.125 times as fast) (vit_h14 batch 256)"),
-        ("open_clip", REPRODUCED, "20.0% of the time (1.250 times as fast) (vit_h14 batch 256)"),
-    ],
-)
-def test_speed_is_judged_by_the_least_shape_over_each_baseline(tmp_path, words, verdict, number):
-    shapes = {AT_256: TIMES, f"{AT_256}, checkpointing": CHECKPOINTED}
-    write_times(tmp_path / "bench/model/1.jsonl", shapes)
-    finding = one(tmp_path, "C7", words)
-    assert finding.verdict == verdict and number in finding.ours
-    assert one(tmp_path, "C8", "no speed-up").verdict == NOT
 
 
 def write_times(file, shapes, **keys):
@@ -259,17 +212,6 @@ def grown_fixture(make_run, tmp_path):
     return make
 
 
-def test_features_that_grow_in_every_run_need_two_seeds(grown):
-    for seed, verdict, why in ((0, UNDECIDED, "one seed"), (1, HELD, "")):
-        for kind, slope in (("none", 1.0), ("zero_init", 0.1)):
-            root = grown(kind, seed, np.outer([1, 2], 1 + slope * np.arange(3)))
-        for words in ("grows with depth and training", "the growth with depth"):
-            finding = one(root, "C5", words)
-            assert (finding.verdict, finding.why) == (verdict, why)
-            assert "3 times as large in the last block as in the first (+4)" in finding.ours
-    assert one(root, "C5", "growth with training").verdict == FAILED
-
-
 @pytest.mark.parametrize(
     ("first", "last", "verdict"),
     [
@@ -293,20 +235,6 @@ def test_noise_of_independent_numbers_is_a_check_without_a_verdict(tmp_path, pow
     rows = [row | {"inner_dim": k, "measured": k**power, "predicted": k} for k in sizes]
     write_rows(tmp_path / "bench/quantization_variance/1.jsonl", rows)
     assert one(tmp_path, "C6", "quantization noise").verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("quantize", "verdict", "earlier"),
-    [(0.2, REPRODUCED, REPRODUCED), (0.24, REPRODUCED, NOT), (0.6, NOT, NOT)],
-)
-def test_the_share_of_quantization_is_judged_by_the_largest_of_the_papers_timings(
-    tmp_path, quantize, verdict, earlier
-):
-    lines = op_lines(dims=(1024, 1280), quantize=quantize)
-    write_rows(tmp_path / "bench/ops/1.jsonl", lines)
-    finding = one(tmp_path, "C7", "quantization is a small share")
-    assert finding.verdict == verdict and "at 1,280, the width of ViT-H/14" in finding.ours
-    assert finding.why == f"by the earlier bar of 22%: {earlier}"
 
 
 @pytest.mark.slow  # reads all records; part of .ci/run

@@ -70,38 +70,6 @@ def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     assert "From 4 of 4 steps" in caption
 
 
-def test_changes_for_one_step_are_below_and_left_out_batches_share_a_row(make_run, tmp_path):
-    run = make_run(num_steps=30, experiment="point_of_no_return")
-    write_table(
-        run, replays(HEIGHTS | {f"change_steps=1 {BETA2}": {1: 0.1}, "skip_batches=99": {}})
-    )
-    frames = {Replay("control", 1): 4.0} | {Replay(f"skip_batches={n}", 1): n for n in (1, 8)}
-    for replay, height in frames.items():
-        losses = [1.0] * 19 + [1.0 + height] * 3
-        frames[replay] = pd.DataFrame({"step": range(1, 23), "loss": losses, "rms": 1.0})
-    recorded = frames[Replay("control", 1)].set_index("step")["loss"]
-    rows = table(frames, 20, Protocol(), recorded)
-    rows.to_csv(run / "replays" / "step_20_skip_table.csv", index=False)
-    frame = point_of_no_return.query(load_runs(tmp_path / "runs"))
-    assert set(frame["left_out"].dropna()) == {1, 8}
-    [ax] = drawn(point_of_no_return, frame)
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["8", "4", "1"]
-    rows = [text.get_text() for text in ax.get_yticklabels()]
-    assert rows == [
-        "batches up to the onset left out",
-        "beta2 0.5",
-        "updates of the patch embedding clipped",
-        "other batches",
-        "beta2 0.5, for 1 step",
-        "no change but in the weights' last digits",
-    ]
-    of_row = {row: [] for row in rows}
-    for text in ax.texts:
-        of_row[rows[int(text.get_position()[1])]].append(text.get_text())
-    assert of_row["batches up to the onset left out"] == ["0 of 1", "1 of 1"]
-    assert of_row["beta2 0.5, for 1 step"] == ["0 of 1", "1 of 1"]
-
-
 def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, tmp_path):
     [run] = runs.glob("*/*-s0-*")
     twice = run / "replays" / "step_20_more_table.csv"

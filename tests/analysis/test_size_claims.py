@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import claims, make, paper, size_judges, study
+from analysis import claims, make, paper, size_judges
 from analysis.evidence import NO_RUNS, NOT, REPRODUCED, UNDECIDED, Evidence
 from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.size_judges import EQUAL, HIGHER
@@ -220,24 +220,6 @@ def test_the_penalty_grows_with_size_by_pages_test(train, penalties, verdict, p_
         assert finding.why == "a trend needs three models and two seeds"
     else:
         assert f"Page's test p = {p_value} (2 seeds)" in finding.ours
-
-
-def test_the_sizes_of_the_trend_are_those_that_its_study_names():
-    named = study.levels(size_judges.OF_WIDTH, size_judges.SCALE, "model.name")
-    assert sorted(named) == sorted(WIDTHS)
-
-
-def test_features_at_true_size_are_those_of_bf16_runs_of_the_named_study(train):
-    grows, stays = [[1, 2], [1, 4]], [[1, 2], [1, 3]]
-    root = train("high", BASE[:2], sizes=grows)
-    train("llm_int8", BASE[:2], sizes=[[4, 2], [4, 1]])
-    for kind, sizes in (("none", grows), ("zero_init", stays)):
-        train("high", BASE[:2], sizes=sizes, experiment="interventions",
-              intervention=InterventionConfig(kind))  # fmt: skip
-    finding = one(root, "C5", "depth and training, true size")
-    assert finding.verdict == HELD and "both above 1 in 2" in finding.ours
-    assert one(root, "C5", "with training, true size").verdict == HELD
-    assert one(root, "C5", "grows with depth and training").verdict == NO_RUNS
 
 
 def test_the_page_has_predictions_and_rows_of_both_scales(train, tmp_path):

@@ -65,21 +65,6 @@ def test_loss_scales_are_judged_by_falls_at_spikes_and_by_skips_of_single_tensor
     assert finding.verdict == verdict, finding
 
 
-@pytest.mark.parametrize(
-    ("state", "verdict", "why"),
-    [
-        ("diverged", HELD, ""),
-        ("finished", UNDECIDED, "no contrast: 2 of 2 runs with a dynamic scale end, too"),
-    ],
-)
-def test_that_training_continues_says_little_where_it_also_does_with_a_dynamic_scale(
-    scaled, state, verdict, why
-):
-    scaled("dynamic", state=state)
-    finding = one(scaled("fixed", skips=(61, 122)), "C12", "fixed")
-    assert (finding.verdict, finding.why.partition("; by the rule until")[0]) == (verdict, why)
-
-
 def test_falls_in_one_stretch_count_once(scaled):
     finding = one(scaled("dynamic", (61, 62, 63, 64, 121)), "C12", "dynamic")
     assert "4 of 4 falls of the scale are at one of 6 loss spikes" in finding.ours
@@ -160,24 +145,6 @@ def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):
         assert f"{num} of {num} follow" in finding["C10", "follows"].ours
 
 
-def test_spikes_that_stay_or_do_not_follow_are_not_reproduced(spiking):
-    spiking("adamw", 0.9, at=(60, 100, 150), rms_before=-20)
-    spiking("adamw", 0.99, at=(80, 130), rms_before=-20)
-    spiking("adamw", 0.999, at=(80,), rms_before=-20)
-    root = Evidence([spiking("stable_adamw", 0.999, at=(60, 100, 150))])
-    assert "0 of 12 follow" in one(root, "C10", "follows").ours
-    assert {one(root, *claim).verdict for claim in OF_BETA2} == {FAILED}
-
-
-def test_a_share_counts_runs_whose_rms_can_reach_the_threshold(spiking):
-    spiking("adamw", 0.5, at=MANY, rms_before=-8)
-    root = spiking("adamw", 0.999, at=(60, 100))
-    finding = one(root, "C10", "follows")
-    assert "4 of 4 follow (100% [51%" in finding.ours and finding.verdict == HELD
-    assert "with a window of 50 steps 4 of 4; with a window of 200 steps 2 of 2" in finding.ours
-    assert "2 runs, 2 seeds; 2 left out" in finding.ours
-
-
 def test_spikes_that_follow_by_detection_but_not_by_onset_are_not_reproduced(spiking):
     protocol = SpikeConfig(ignore_steps=20, window=20, loss_sigmas=12)
     keys = {"at": (80, 180, 280), "rms_before": 1, "rise": (1, 2, 3)}
@@ -185,17 +152,6 @@ def test_spikes_that_follow_by_detection_but_not_by_onset_are_not_reproduced(spi
     finding = one(spiking("adamw", 0.999, **keys), "C10", "follows")
     assert "6 of 6 follow" in finding.ours and "0 of 6 from the onset" in finding.ours
     assert finding.verdict == FAILED
-
-
-def test_spikes_at_the_step_of_an_rms_spike_are_counted_apart(spiking):
-    spiking("adamw", 0.99, at=(80, 180), rms_before=0, height=0.5)
-    root = spiking("adamw", 0.999, at=(80, 180, 280))
-    finding = one(root, "C10", "follows")
-    assert finding.verdict == UNDECIDED and "6 of 10 follow" in finding.ours
-    assert "a further 4 (4 from the onset) begin at the very step" in finding.ours
-    assert "with these, 100%; of 6 spikes over 1 nat, 6 follow and 0 begin at its step" in (
-        finding.ours
-    )
 
 
 def test_optimizers_are_compared_in_pairs_of_equal_settings(spiking):
@@ -229,33 +185,6 @@ def test_the_highest_spike_is_judged_by_height_not_by_number(spiking, heights, v
     assert findings[0].why.endswith(f"by the rule of 2026-11-23: {earlier}")
     assert "highest loss spike of a run, in nats: " in findings[0].ours
     assert one(root, "C9", "loss spikes grow with beta2").verdict == FAILED  # by number
-
-
-SETTINGS = {  # words: the study, and the levels of its file; stability has the middle one
-    "the learning rate": ("spikes_vs_lr", [{"lr": 1e-3}, {"lr": 2e-3}, {"lr": 4e-3}]),
-    "batch size": ("spikes_vs_batch", [{"batch_size": size} for size in (256, 512, 1024)]),
-    "model size": ("spikes_vs_size", [{"model": name} for name in ("mini_b", "mini_l", "mini_h")]),
-}
-
-
-@pytest.mark.parametrize("words", SETTINGS)
-@pytest.mark.parametrize(
-    ("order", "verdict"), [((0, 1, 2), HELD), ((2, 1, 0), FAILED), ((0, 2, 1), UNDECIDED)]
-)
-def test_spikes_by_rate_batch_and_size_include_the_runs_of_stability(
-    spiking, words, order, verdict
-):
-    study, settings = SETTINGS[words]
-    planted = [((), 1.0), (MANY[:2], 1.0), (MANY[:4], 3.0)]
-    for place, (rank, setting) in enumerate(zip(order, settings, strict=True)):
-        at, height = planted[rank]
-        experiment = "stability" if place == 1 else study
-        root = spiking("adamw", 0.99, at, height=height, experiment=experiment, **setting)
-    spiking("adamw", 0.9, MANY)  # differs in beta2, too
-    evidence = Evidence([root])
-    for number in ("loss spikes grow with", "highest loss spike grows with"):
-        finding = one(evidence, "C9", f"{number} {words}")
-        assert finding.verdict == verdict and "6 runs, 2 seeds" in finding.ours
 
 
 def test_a_trend_needs_three_levels_and_is_corrected_for_the_settings_tested(spiking):
@@ -320,15 +249,6 @@ def test_holms_correction():
     assert corrected == pytest.approx(expected)
 
 
-def test_large_spikes_are_counted_apart(spiking):
-    spiking("adamw", 0.999, MANY, height=1.5)
-    root = spiking("stable_adamw", 0.999, MANY, height=0.8)
-    findings = [one(root, "C11", words) for words in ("removes the spikes over", "are rarer")]
-    assert [finding.verdict for finding in findings] == [HELD, HELD]
-    assert f"over 1 nat per run: StableAdamW: 0; AdamW: {len(MANY)}; " in findings[0].ours
-    assert one(root, "C11", "removes the spikes").verdict == FAILED
-
-
 STABLE, LOW = (("stable_adamw", 0.999), "removes the spikes"), (("adamw", 0.9), "lower beta2")
 
 
@@ -344,10 +264,3 @@ def test_spikes_in_all_runs_are_not_gone(spiking, setting, words, remaining, ver
     finding = one(root, "C11", words)
     assert (finding.verdict, finding.why) == (verdict, why)
     assert finding.ours.endswith("; spikes remain") == (verdict == FAILED)
-
-
-def test_a_run_that_two_studies_share_counts_once(spiking):
-    spiking("adamw", 0.9)
-    root = spiking("adamw", 0.999, at=(60,), seeds=(0,))
-    spiking("adamw", 0.999, at=(60,), seeds=(0,), experiment="rms_and_loss")
-    assert "1 of 1 follow" in one(root, "C10", "follows").ours

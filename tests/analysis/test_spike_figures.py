@@ -11,13 +11,10 @@ from analysis import load_runs, paper, spike_marks
 from analysis.figures import (
     lead_histogram,
     rms_and_loss,
-    spike_heights,
-    spikes,
 )
-from analysis.measures import RECALL
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn, legend, points
+from tests.analysis.conftest import drawn
 
 CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
 MIDDLE = paper.BLOCK.format(2) + ".mlp.c_fc.weight"
@@ -84,47 +81,6 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     assert spike_marks.protocol_of_run(head | thresholds) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
     assert spike_marks.protocol_of_run(none) == Protocol()
-
-
-def test_heights_of_spikes_and_recall_are_drawn_by_beta2_and_optimizer(plant, query):
-    columns = {name: np.full(STEPS, r) for name, r in zip(RECALL, (0.25, 0.35), strict=True)}
-    for seed in (0, 1):
-        plant(seed=seed, columns=columns, experiment="stability")
-    plant({}, beta2=0.9, experiment="stability")  # neither a spike nor an evaluation
-    plant({400: 3}, optimizer="stable_adamw", columns=columns, experiment="stability")
-    frame = query(spike_heights)
-    high, ends = (frame[frame["part"] == part] for part in ("spikes", "runs"))
-    peaks = {step: 3.5 + 0.1 * np.sin(step) for step in SPIKES} | {600: 4.5 + 0.1 * np.sin(600)}
-    for (_, optimizer), group in high.groupby(["run", "optimizer"]):
-        steps = list(SPIKES) if optimizer == "adamw" else [400]
-        assert group["step"].tolist() == steps
-        heights = [peaks[step] - 2 for step in steps]
-        np.testing.assert_allclose(group["height"], heights, atol=0.02)  # the median is about 2
-    assert len(high) == 9 and ends["step"].tolist() == [STEPS] * 4
-    assert sorted(ends["recall"].dropna()) == pytest.approx([30] * 3)
-    left, right = drawn(spike_heights, frame)
-    assert [len(xs) for xs in points(left, "o")] == [1, 8]
-    medians = [path.vertices[0, 1] for bars in left.collections for path in bars.get_paths()]
-    assert medians == high.groupby("optimizer")["height"].median().tolist()[::-1]
-    assert legend(right) == ["AdamW", "StableAdamW"]
-    assert "Loss spikes: AdamW 8 in 3 runs; StableAdamW 1 in 1 run." in spike_heights.caption(frame)
-
-
-@pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
-def test_runs_evaluated_right_after_a_reset_are_open_points(
-    plant, query, monkeypatch, gap, is_open
-):
-    monkeypatch.setitem(spikes.RESETS, "stable_spam", gap)
-    for name in ("adamw", "stable_spam"):
-        columns = dict.fromkeys(RECALL, np.full(STEPS, 0.3))
-        plant({}, optimizer=name, columns=columns, experiment="optimizers")
-    frame = query(spike_heights)
-    assert frame["after_reset"].tolist() == [False, is_open]
-    _, right = drawn(spike_heights, frame)
-    opened = [x for line in right.lines if line.get_mfc() == "white" for x in line.get_xdata()]
-    assert opened == [right.get_xticks()[1]] * is_open
-    assert legend(right) == [spikes.AFTER_RESET] * is_open
-    assert ("Open points: StableSPAM, " in spike_heights.caption(frame)) == is_open
 
 
 def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, query):

@@ -8,7 +8,7 @@ from analysis import load_runs, spike_marks
 from analysis.figures import early_warnings, spike_warnings
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn, spiking
+from tests.analysis.conftest import spiking
 
 CONV1 = "visual.conv1.weight"
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
@@ -84,29 +84,6 @@ def test_counts_agree_with_the_coincidence_of_spikes_and_its_shifts(make_run, qu
     for by, columns in names.items():
         counts = rows[by][["num_spikes", "num_warned"]].tolist()
         assert counts == [expected[name] for name in columns] and counts[1] > 0
-
-
-def test_rho_is_rms_t_times_the_root_and_thresholds_come_from_the_other_beta2(plant, query):
-    """RMS_t of 5 at each beta2 before spikes, and of 3 with none after: 5 separates, rho cannot."""
-    for beta2 in (0.98, 0.99, 0.999):
-        for seed in (0, 1):
-            plant({198: 5, 298: 5, 120: 3, 250: 3, 350: 3}, beta2=beta2, seed=seed)
-    plant({198: 5}, beta2=0.99, optimizer="stable_adamw")  # only AdamW's runs are drawn
-    frame = query(spike_warnings)
-    assert frame["optimizer"].unique().tolist() == ["adamw"]
-    rho = at(frame[frame["beta2"] == 0.99], "rho", 0.447)  # RMS_t of 5 is 0.5
-    assert rho.loc[8, NAMES].sum().tolist() == [4, 4, 4, 4]
-    shares = early_warnings.transferred(frame)
-    precision, _, recall, _, f1 = shares["detection", "rms", 8][0]
-    assert (precision, recall, f1) == (1, 1, 1)
-    assert shares["detection", "rho", 8][0, -1] < 0.7
-    assert shares["detection", "rms", 8].shape == (1001, 5)
-    low, high = early_warnings.interval(shares["detection", "rms", 8][1:])
-    assert low[0] == high[0] == 1  # all runs of a beta2 are alike
-    caption = spike_warnings.caption(frame)
-    assert "From detection, at 8 steps: F1 1.00 with RMS_t; 0." in caption
-    left, right = drawn(spike_warnings, frame)
-    assert left.lines[0].get_ydata()[3] == right.lines[0].get_ydata()[3] == 1
 
 
 def test_deviations_and_their_sum_are_those_of_the_steps_before():
