@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import tracemalloc
@@ -22,13 +23,14 @@ import torch
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.data import loader
+from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.sources import ShardUrls, check_readers
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
-from tests.data.conftest import encode, members, tokenize, write_tar
+from tests.data.conftest import encode, members, sample, tokenize, write_tar
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
@@ -310,6 +312,31 @@ def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     for name in ("metrics.jsonl", "skips.jsonl"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert read_rows(tmp_path / "whole" / "skips.jsonl")
+
+
+def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
+    good, bad = put_file("good.tar", range(10, 16)), put_file("bad.tar", range(6))
+    with tarfile.open(bad) as tar:
+        third = tar.getmember("000002.png").offset
+    whole = Path(bad).read_bytes()
+    header = third + 1536  # after an image
+    Path(bad).write_bytes(whole[:header] + b"?" + whole[header + 1 :])
+    # The row of a shard that ends the pass comes with the first sample of the next.
+    batches = read([good, bad], num_steps=9, batch_size=1, segment_steps=99)
+    assert sorted(numbers(batches)[:-1]) == [0, 1, *range(10, 16)]
+    rows = {(s["shard"], s["key"], s["reason"][:30]) for batch in batches for s in batch.skips}
+    assert {row[:2] for row in rows} == {(bad, ""), (bad, "000002")} and len(rows) == 2
+    assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
+
+
+def test_members_that_are_only_an_extension_are_a_sample_as_in_the_index(tmp_path):
+    members = [(f"{name}.{kind}", sample(n)[kind])
+               for n, name in enumerate(["", "a/", "b"]) for kind in ("png", "txt")]  # fmt: skip
+    path = str(write_tar(tmp_path / "a.tar", members))
+    assert len(index_tar(path)[0]) == 3
+    assert sorted(numbers(read([path], num_steps=3, batch_size=1))) == [0, 1, 2]
+    lone = str(write_tar(tmp_path / "lone.tar", members[:2]))
+    assert numbers(read([lone], num_steps=2, batch_size=1)) == [0, 0]
 
 
 def memory_of(action):
