@@ -133,3 +133,16 @@ def test_formats_are_drawn_beside_runs_that_differ_in_the_recipe_alone(evaluated
     assert make.main(["formats", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert set(pd.read_csv(out / "formats_mini.csv")["run"]) == {same, format}
     assert capsys.readouterr().err.count("left out") == 1
+
+
+def test_one_product_leaves_out_runs_with_several_narrow_products(evaluated, query):
+    operands = {"output": {"x": "rowwise", "w": "rowwise"}}
+    operands |= {"grad_weight": {"g": "columnwise", "x": "columnwise"}}
+    narrow = {name: {"format": "int8", **sides} for name, sides in operands.items()}
+    for products in ({"output": narrow["output"]}, narrow):
+        evaluated("custom", products=products, experiment="one_product")
+    evaluated("high")
+    frame = query(FIGURES["one_product"])
+    assert set(zip(frame["product"], frame["format"], strict=True)) == {
+        ("", "bf16"), ("output", "int8")
+    }  # fmt: skip
