@@ -93,6 +93,30 @@ def test_incomplete_dim_is_left_out(tmp_path):
     assert set(ours(frame)["dim"]) == {1280, 4096}
 
 
+def test_model_is_compared_with_the_faster_open_clip_and_16_bits_of_its_shape(tmp_path):
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", model_lines()), "model"))
+    value = frame.set_index(["model", "baseline", "series"])["value"]
+    assert value["vit_h14", "open_clip", "switchback"] == pytest.approx(28)
+    assert value["vit_h14", "high", "switchback"] == pytest.approx(10)
+    assert set(frame["series"]) == {"high", "switchback", "llm_int8"}
+    assert set(frame["shape"]) == {"vit_h14 batch 256", "vit_b32 batch 256"}
+
+
+def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
+    settings = [{"image_size": 224, "patch_dropout": share} for share in (0.0, 0.5)] + [{}]
+    lines = [
+        line("model", case, ms / (k + 1), shape="vit_h14 batch 256", **more)
+        for k, more in enumerate(settings)
+        for case, ms in (("open_clip", 100.0), ("switchback", 80.0 - 10 * k))
+    ]
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", lines), "model"))
+    assert frame.set_index("shape")["value"].to_dict() == pytest.approx({
+        "vit_h14 batch 256, 224 px, patch dropout 0": 20,
+        "vit_h14 batch 256, 224 px, patch dropout 0.5": 30,
+        "vit_h14 batch 256": 40,
+    })  # fmt: skip
+
+
 def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):
     runs = write(tmp_path / "runs" / "bench", "ops", op_lines()).parent
     out = tmp_path / "figures"

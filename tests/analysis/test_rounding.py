@@ -1,4 +1,4 @@
-"""Runs that differ in rounding alone, beside the seeds of another study."""
+"""How many seeds the deviation by rounding alone asks for."""
 
 import numpy as np
 import pytest

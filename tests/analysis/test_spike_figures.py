@@ -1,6 +1,6 @@
-"""Figures around spikes, on runs with planted ones.
+"""Figures around spikes on planted ones: what no committed record shows.
 
-These are `spike_heights`, `loss_scaler` and `rms_and_loss`.
+Golden CSVs and the committed pictures hold the rest.
 """
 
 import numpy as np
@@ -11,7 +11,10 @@ from analysis import load_runs, paper, spike_marks
 from analysis.figures import (
     lead_histogram,
     rms_and_loss,
+    spike_heights,
+    spikes,
 )
+from analysis.measures import RECALL
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn
@@ -81,6 +84,18 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     assert spike_marks.protocol_of_run(head | thresholds) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
     assert spike_marks.protocol_of_run(none) == Protocol()
+
+
+@pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
+def test_runs_evaluated_right_after_a_reset_are_open_points(
+    plant, query, monkeypatch, gap, is_open
+):
+    monkeypatch.setitem(spikes.RESETS, "stable_spam", gap)
+    for name in ("adamw", "stable_spam"):
+        columns = dict.fromkeys(RECALL, np.full(STEPS, 0.3))
+        plant({}, optimizer=name, columns=columns, experiment="optimizers")
+    frame = query(spike_heights)
+    assert frame["after_reset"].tolist() == [False, is_open]
 
 
 def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, query):
