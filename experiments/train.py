@@ -101,8 +101,8 @@ class ProgressBar:
             self.bar.stop()
 
 
-def main(config: Config, results: list | None = None) -> None:
-    """Trains a run, as its only process or as one rank.
+def main(config: Config, expected: str | None = None, results: list | None = None) -> None:
+    """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
 
     Appends the run's overrides, state and last row to `results`.
     """
@@ -120,7 +120,7 @@ def main(config: Config, results: list | None = None) -> None:
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
-                ended = train_run(config, world, progress)
+                ended = train_run(config, world, progress, expected)
                 state = ended.state if ended else "ended before"
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
