@@ -16,8 +16,8 @@ from lowprec.optim.statistics import ShardReduction, all_local, expand_rows, ind
 class MomentReader:
     """Reads `exp_avg` and `exp_avg_sq` of an optimizer; its parameters are on one device.
 
-    Which kernels read them is decided again only if a moment or the layout of a gradient is another
-    than at the last step. Between steps, no tensor of a step is held.
+    Which kernels read them is decided again only if a moment, the layout of a gradient or the size
+    of a group is another than at the last step. Between steps, no tensor of a step is held.
     """
 
     def __init__(self, optimizer: Optimizer, names: list[str], device: torch.device):
@@ -68,7 +68,8 @@ class MomentReader:
         layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in tensors.grads]
         if tensors.grads is not grads:
             layouts += [getattr(grad, "placements", None) for grad in grads]
-        key = (layouts, [*map(id, moments)], [x.data_ptr() for x in moments])
+        of_groups = [len(group["params"]) for group in self.optimizer.param_groups]
+        key = (of_groups, layouts, [*map(id, moments)], [x.data_ptr() for x in moments])
         grads_at = [x.data_ptr() for x in tensors.grads]
         if key != self._key:
             groups = [i for i, g in enumerate(self.optimizer.param_groups) for _ in g["params"]]

@@ -89,7 +89,9 @@ def test_statistics_follow_their_definition(kind, monkeypatch, device):
 
 
 @pytest.mark.usefixtures("right_interpreter")
-@pytest.mark.parametrize("change", ["addresses", "a layout", "a moment", "a moment's data"])
+@pytest.mark.parametrize(
+    "change", ["addresses", "a layout", "a moment", "a moment's data", "groups"]
+)
 def test_what_has_changed_since_the_last_step_is_read_anew(change, monkeypatch, device):
     model, optimizer = make()
     monkeypatch.setattr(fused, "DEVICES", (model.to(device)[0].weight.device.type,))
@@ -107,6 +109,9 @@ def test_what_has_changed_since_the_last_step_is_read_anew(change, monkeypatch, 
                 weight.grad = weight.grad.T.contiguous().T
             elif change == "a moment":  # at the same address
                 state["exp_avg"] = state["exp_avg"].view(8, 16).T
+            elif change == "groups":
+                first, second = (group["params"] for group in optimizer.param_groups)
+                second.insert(0, first.pop())
             elif change == "a moment's data":
                 kept.append(state["exp_avg"].data)
                 state["exp_avg"].data = state["exp_avg"].T.contiguous().T
