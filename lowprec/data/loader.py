@@ -73,6 +73,7 @@ class Batches:
     decoded is listed in the batch's `skips` and replaced by one that depends only on the position;
     sequential reading leaves it out. `augment`: random crop and flip, a function of (seed, epoch,
     sample). `cache`: decoded samples, stored when first read; not together with `augment`.
+    `scaled`: see `decode_image`.
     """
 
     shards: Shards
@@ -83,6 +84,7 @@ class Batches:
     tokenizer: Callable[[list[str]], Tensor]
     seed: int = 0
     augment: bool = False
+    scaled: bool = False
     cache: DecodedCache | None = None
     rank: int = 0
     world_size: int = 1
@@ -142,7 +144,7 @@ class Batches:
         if self.augment:
             epoch = position // self.shards.num_samples
             words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
-        pixels = decode_image(data, self.image_size, words)
+        pixels = decode_image(data, self.image_size, words, self.scaled)
         tokens = self.tokenizer([decode_caption(text)])
         if self.cache is not None:
             self.cache.write(sample, checksum, pixels, tokens.numpy())
@@ -155,35 +157,48 @@ def refuse_size(part: str, size: int, largest: int) -> None:
         raise ValueError(f"the {part} has at least {size:,} bytes, more than {largest:,}")
 
 
-def decode_image(data: bytes, size: int, words: np.ndarray | None = None) -> np.ndarray:
+def decode_image(
+    data: bytes, size: int, words: np.ndarray | None = None, scaled: bool = False
+) -> np.ndarray:
     """Decodes RGB pixels, uint8 [3, size, size], from the central square or a random box (bicubic).
 
-    `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. Raises one of
-    BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too many pixels.
+    `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. `scaled`: a
+    JPEG is decoded at 1/2, 1/4 or 1/8 of its size, if the box then still has `size` pixels on each
+    side, which is faster and differs slightly. Raises one of BAD_IMAGE unless the bytes are a
+    complete JPEG, WEBP or PNG image with not too many pixels.
     """
     refuse_size("image", len(data), LARGEST_IMAGE)
     try:
         image = Image.open(io.BytesIO(data), formats=("JPEG", "WEBP", "PNG"))
         if image.mode.startswith("I;16"):  # gray; `convert` would clip it to white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        width, height = image.size
+        left, top, right, bottom = box = crop_box(width, height, words)
+        if scaled:  # `draft` takes the largest divisor that leaves this many pixels
+            least = width * size / (right - left), height * size / (bottom - top)
+            image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
+            divisor = round(width / image.width)  # the last pixels may lie half outside
+            box = (left / divisor, top / divisor, right / divisor, bottom / divisor)
         image = image.convert("RGB")
     except UnidentifiedImageError as error:  # its message holds a memory address
         raise ValueError("not a JPEG, WEBP or PNG image") from error
     except (LookupError, ArithmeticError, TypeError) as error:  # damaged chunks
         raise ValueError(f"damaged: {type(error).__name__}: {error}") from error
-    width, height = image.size
-    if words is None:
-        side = min(width, height)
-        left, top = (width - side) // 2, (height - side) // 2
-        box = (left, top, left + side, top + side)
-    else:
-        box = random_box(width, height, words)
     if image.size != (size, size) or box != (0, 0, size, size):
         image = image.resize((size, size), Image.Resampling.BICUBIC, box)
     pixels = np.asarray(image)
     if words is not None and words[-1] >> np.uint64(63):
         pixels = pixels[:, ::-1]
     return pixels.transpose(2, 0, 1)
+
+
+def crop_box(width: int, height: int, words: np.ndarray | None) -> tuple[int, int, int, int]:
+    """`random_box`, or without `words` the central square."""
+    if words is not None:
+        return random_box(width, height, words)
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
 
 
 def random_box(width: int, height: int, words: np.ndarray) -> tuple[int, int, int, int]:

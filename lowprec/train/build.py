@@ -71,7 +71,7 @@ class Built:
             self.data.train,
             order,
             num_batches=config.num_steps,
-            cache=self._cache(self.data.train),
+            cache=self._cache(self.data.train, config.data.scaled_decoding),
             **options,
         )
         pin = self.device.type == "cuda"
@@ -131,13 +131,16 @@ class Built:
             each=self.world.each,
         )
 
-    def _cache(self, shards: Shards) -> DecodedCache | None:
+    def _cache(self, shards: Shards, scaled: bool = False) -> DecodedCache | None:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
         decoders = (decode_image, decode_caption, Tokenizer)
         code = [code_digest(inspect.getsource(decoder)) for decoder in decoders]
-        key = f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
+        key = (
+            f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
+            + " scaled" * scaled
+        )
         size = clip.image_size(self.task.model)
         return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)
 
@@ -150,8 +153,9 @@ class Built:
         return options | {"rank": world.rank, "world_size": world.size}
 
     def _training_options(self) -> dict:
-        augment = self.config.data.augment == "crop_flip"
-        return {"seed": self.config.seed, "batch_size": self.config.batch_size, "augment": augment}
+        config, data = self.config, self.config.data
+        options = {"augment": data.augment == "crop_flip", "scaled": data.scaled_decoding}
+        return {"seed": config.seed, "batch_size": config.batch_size, **options}
 
 
 def pick_device(name: str) -> torch.device:

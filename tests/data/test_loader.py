@@ -341,6 +341,23 @@ def test_crops_are_distributed_like_those_of_torchvision(area, monkeypatch):
         assert 0.8 < a.std() / b.std() < 1.25  # of 2000 draws: known to about 2 %
 
 
+@pytest.mark.parametrize("random", [None, words(3)], ids=["central", "random"])
+@pytest.mark.parametrize(("side", "divisor"), [(22, 1), (40, 2), (83, 4), (170, 8), (400, 8)])
+def test_scaled_decoding_keeps_the_box_and_at_least_its_pixels(monkeypatch, random, side, divisor):
+    ramps = np.stack(np.meshgrid(np.linspace(0, 255, side + 9), np.linspace(255, 0, side)) * 2)[:3]
+    file = io.BytesIO()
+    Image.fromarray(ramps.transpose(1, 2, 0).astype(np.uint8)).save(file, "JPEG", quality=100)
+    full = decode_image(file.getvalue(), 16, random).astype(int)
+    resized, resize = [], Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda image, *a: resized.append(image) or resize(image, *a)
+    )
+    scaled = decode_image(file.getvalue(), 16, random, scaled=True)
+    assert resized[0].height == -(-side // divisor)
+    assert np.array_equal(scaled, full) == (divisor == 1)
+    assert np.abs(scaled - full).max() <= 4
+
+
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)
 def test_augmented_image_is_the_random_box_resized_bicubically_and_flipped(shape):
     pixels = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
