@@ -1,4 +1,4 @@
-"""Runs a benchmark by its name: layer, model, ops, optimizer or step.
+"""Runs a benchmark by its name: layer, model, ops, optimizer, scale or step.
 
     python -m experiments.benchmarks layer dims=[1280]
 

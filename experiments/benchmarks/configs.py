@@ -78,5 +78,6 @@ BENCHMARKS = {  # module of this package: its keys
     "model": ModelConfig,
     "ops": OpsConfig,
     "optimizer": Config,
+    "scale": Config,
     "step": StepConfig,
 }
