@@ -5,6 +5,7 @@ A damaged file makes no reader fail or hang: it is left out and named in the run
 
 import functools
 import warnings
+import zipfile
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,6 +19,7 @@ from lowprec.config.schema import Config, PrecisionConfig, is_sampled
 from lowprec.runs import read
 from lowprec.runs.identity import to_dict
 from lowprec.runs.tables import (
+    MAX_BYTES,
     TABLES,
     read_parquet,
     read_tensors,
@@ -67,7 +69,7 @@ def find_addresses(root: Path | str) -> list[str]:
     """Returns the addresses of the runs at or below `root`, and of those in archives named ARCHIVE.
 
     If `root` does not exist, finds the run of that name in the archive beside it. Warns about
-    archives that cannot be read.
+    archives that cannot be read or that unpack to more than MAX_BYTES.
     """
     archive = _archive_of(str(root))
     start = Path() if archive else as_path(root)
@@ -83,6 +85,9 @@ def find_addresses(root: Path | str) -> list[str]:
         try:
             if not path.is_file():
                 raise read.RecordFileError("it is not a regular file")
+            with zipfile.ZipFile(path) as file:
+                if sum(info.file_size for info in file.infolist()) > MAX_BYTES:
+                    raise read.RecordFileError(f"it unpacks to more than {MAX_BYTES:,} bytes")
             inside = read.find_runs(as_path(root if archive else path))
             addresses += [f"{path}/{run.path}" for run in inside]
         except (*read.BAD_ARCHIVE, OSError, ValueError) as error:

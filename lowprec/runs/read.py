@@ -30,16 +30,27 @@ STATUS = {"state": str, "step": int, "saved": int, "attempt": int, "reason": str
 METRICS = {"step": int, "loss": float}
 TAIL_BYTES = 65536  # longer than any row
 BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # errors of a member
-MAX_TEXT = 2**25  # bytes of a file of keys, or of a row
+MAX_TEXT = 2**25  # bytes of a file of keys, or of a row; its values may take 20 times as many
+MAX_DEPTH = 100  # of a config
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps half a character, which no file can hold
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-    """Reads plain data; 1e-6 is a number, as in YAML 1.2 and JSON."""
+    """Reads plain data; 1e-6 is a number, as in YAML 1.2 and JSON.
+
+    ValueError for an integer of more than 64 bits, as in rows, and for a key that is given twice.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:  # noqa: D102
+        names = [key.value for key, _ in node.value]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a key is given twice: {', '.join(names)[:200]}")
+        return super().construct_mapping(node, deep)
 
 
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+Loader.add_constructor("tag:yaml.org,2002:int", lambda l, node: _int64(l.construct_yaml_int(node)))
 
 
 def encode_row(row: dict) -> str:
@@ -129,13 +140,22 @@ def read_file(path: Path) -> bytes:
 
 
 def read_yaml(path: Path) -> Any:
-    """The plain data in a YAML file of a record; raises FileNotFoundError or RecordFileError."""
-    data = read_file(path)
+    """The plain data in a YAML file of a record; raises FileNotFoundError or RecordFileError.
+
+    Aliases, which can multiply without end, and what is nested so deep that parsing would overflow
+    the stack count as damage, as does a file without data.
+    """
+    data, depth = read_file(path), 0
     try:
+        for event in yaml.parse(data, Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"an alias, or nested deeper than {MAX_DEPTH}")
         if (plain := yaml.load(data, Loader)) is None:
             raise ValueError("it is empty")
         return plain
-    except (yaml.YAMLError, ValueError, ArithmeticError, TypeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, ArithmeticError, TypeError, AttributeError) as error:
         raise RecordFileError(f"{path} is damaged: {error}") from error
 
 

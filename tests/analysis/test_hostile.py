@@ -75,6 +75,11 @@ def test_an_archive_that_is_a_pipe_or_a_device_is_left_out(make_run, tmp_path, k
         assert load_runs(tmp_path / "runs").summaries["run"].tolist() == [good.name]
 
 
+ALIASES = "a0: &a0 {k: 1}\n" + "".join(
+    f"a{i}: &a{i} {{{', '.join(f'k{j}: *a{i - 1}' for j in range(10))}}}\n" for i in range(1, 9)
+)
+
+
 @pytest.fixture(scope="module")
 def two_runs(tmp_path_factory, write_run):
     root = tmp_path_factory.mktemp("two")
@@ -104,15 +109,15 @@ def write_table(run, columns):
     pq.write_table(table, run / "tensors.parquet")
 
 
-def write_stream(run, names, value=None):
+def write_stream(run, names, value=None, options=None, steps=STEPS):
     """The stream of a run's tensors, written anew; `value`: an array of a column."""
     (run / "tensors.parquet").unlink()
     if value is None:
-        flat = pa.array(np.ones(STEPS * len(names), np.float32))
+        flat = pa.array(np.ones(steps * len(names), np.float32))
         value = pa.FixedSizeListArray.from_arrays(flat, len(names))
-    batch = pa.record_batch({"step": pa.array(range(1, STEPS + 1)), "rms": value})
+    batch = pa.record_batch({"step": pa.array(range(1, steps + 1)), "rms": value})
     schema = batch.schema.with_metadata({"tensors": json.dumps(names)})
-    with pa.ipc.new_stream(run / "tensors" / "0000.arrows", schema) as stream:
+    with pa.ipc.new_stream(run / "tensors" / "0000.arrows", schema, options=options) as stream:
         stream.write_batch(batch.replace_schema_metadata(schema.metadata))
 
 
@@ -176,6 +181,8 @@ FAULTS = {  # what someone else's record may hold: how it gets there, a word of 
         lambda run: in_config(run, model__image_size=10**15),
         f"{DAMAGED}: model.image_size=1",
     ),
+    "aliases": (lambda run: in_text(run, "name: ", f"{ALIASES}name: "), DAMAGED),
+    "deep blocks": (lambda run: in_text(run, "name: ", "- " * 10**5), DAMAGED),
     "half a character in the config": (
         lambda run: in_text(run, "name: ", r'name: "\ud800" # '),
         DAMAGED,
@@ -249,10 +256,45 @@ def test_a_run_whose_reader_fails_is_noted_and_affects_no_other(
     assert set(FIGURES["loss_curves"].query(runs)["run"]) == {good.name}
 
 
+def compressed_stream(run):
+    """A stream of 2,000 steps of 60,000 equal values, or 480 MB, compressed to 40 kB."""
+    names, zstd = [f"t{i}" for i in range(60_000)], pa.ipc.IpcWriteOptions(compression="zstd")
+    write_stream(run, names, options=zstd, steps=2000)
+
+
 def repeated_values(run):
     """A table of 20 million rows of equal values in 15 kB."""
     same = {"step": np.ones(20_000_000, np.int64), "rms/a": np.ones(20_000_000, np.float32)}
     write_table(run, same)
+
+
+def varint(number):
+    more = number >> 7
+    return bytes([number & 127 | (128 if more else 0)]) + (varint(more) if more else b"")
+
+
+def lying_page(run, unpacked=600_000_000):
+    """20,000 steps in a page that unpacks to 600 MB, of which 160 kB are its values."""
+    count, path = 20_000, run / "tensors.parquet"
+    fields = [pa.field("step", pa.int64(), False), pa.field("rms/a", pa.float32(), False)]
+    noise = np.random.default_rng(0).integers(2**60, size=count)  # of more than the page's size
+    table = pa.table([noise, np.ones(count, np.float32)], pa.schema(fields))
+    pq.write_table(table, path, compression="zstd", use_dictionary=False)
+    shutil.rmtree(run / "tensors")
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    packed = pa.Codec("zstd").compress(bytes(unpacked), asbytes=True)
+
+    def head(size):
+        def numbers(*values):
+            return b"".join(b"\x15" + varint(2 * value) for value in values)
+
+        return numbers(0, unpacked, size) + b"\x2c" + numbers(count, 0, 3, 3) + bytes(2)
+
+    size = chunk.total_compressed_size - len(head(2**16))
+    rest = size - len(packed) - 8  # in a frame that is skipped
+    packed += (0x184D2A50).to_bytes(4, "little") + rest.to_bytes(4, "little") + bytes(rest)
+    data, start = path.read_bytes(), chunk.data_page_offset
+    path.write_bytes(data[:start] + head(size) + packed + data[start + len(head(size)) + size :])
 
 
 PEAK = """
@@ -273,9 +315,10 @@ print((peak() - before) // 1024)
 """
 
 
-def test_a_small_table_of_many_rows_is_refused(make_run):
+@pytest.mark.parametrize("bomb", [compressed_stream, repeated_values, lying_page])
+def test_a_small_file_that_unpacks_to_much_is_refused(make_run, bomb):
     run = make_run(num_steps=STEPS)
-    repeated_values(run)
+    bomb(run)
     assert sum(path.stat().st_size for path in run.glob("**/tensors*")) < 2_000_000
     command = [sys.executable, "-c", PEAK, str(run)]
     done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=True)

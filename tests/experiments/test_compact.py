@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs
+from analysis import NoRunsError, load_runs, run_files
 from experiments.compact import SMALLER, CompactConfig, main
 from tests.analysis.conftest import make_run
 
@@ -64,11 +64,14 @@ def test_an_archive_loads_like_the_folder_and_so_does_a_run_in_it(folder, tmp_pa
     assert beside.runs["path"].tolist() == archived.runs["path"].tolist()[:1]
 
 
-def test_an_archive_that_is_damaged_is_left_out(folder, tmp_path):
+def test_an_archive_that_is_damaged_or_too_large_is_left_out(folder, tmp_path, monkeypatch):
     shutil.copytree(next(folder.glob("*/mini_l*")), tmp_path / "results" / "whole")
     main(
         CompactConfig(run=str(folder), out=str(tmp_path / "results/runs.zip"), tensors=["visual.*"])
     )
+    monkeypatch.setattr(run_files, "MAX_BYTES", 1000)
+    with pytest.warns(UserWarning, match="runs.zip: left out: it unpacks to more than 1,000"):
+        assert len(load_runs(tmp_path / "results")) == 1
     (tmp_path / "results/runs.zip").write_bytes(b"PK no zip")
     with pytest.warns(UserWarning, match="runs.zip: left out: File is not a zip file"):
         assert len(load_runs(tmp_path / "results")) == 1
