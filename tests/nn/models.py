@@ -218,7 +218,6 @@ MODELS = {
         "mlp.fc1 mlp.fc2",
     ),
     "timm beit": Model(by_name("beit_base_patch16_224"), VIT_LAYERS, "attn.qkv"),
-    "timm eva01": Model(by_name("eva_giant_patch14_224"), VIT_LAYERS, "attn.qkv"),
     "timm swinv2": Model(
         by_name(
             "swinv2_tiny_window8_256", embed_dim=32, num_heads=(2,), depths=(1,), window_size=4
@@ -235,7 +234,7 @@ MODELS = {
     ),
     **{
         f"transformers {kind}": Model(decoder(kind), DECODER_LAYERS, **OF_DECODER)
-        for kind in ("Llama", "Qwen2", "Mistral")
+        for kind in ("Llama", "Qwen2")
     },
     "transformers vit": Model(transformers_vit, "q_proj k_proj v_proj o_proj mlp.fc1 mlp.fc2"),
     "torch": Model(
