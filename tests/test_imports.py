@@ -1,5 +1,6 @@
 """The import contracts of .importlinter, what a refused command must not load, and the wheel."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from lowprec import startup
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -127,3 +130,12 @@ def test_the_wheel_works_without_the_harness(tmp_path, with_pyarrow):
     command = [sys.executable, "-c", LIBRARY.format(absent=absent)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_threads_of_a_command_do_not_spin_unless_told(monkeypatch):
+    for given, used in ((None, "passive"), ("active", "active")):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if given:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        importlib.reload(startup)
+        assert os.environ["OMP_WAIT_POLICY"] == used
