@@ -17,13 +17,14 @@ SCORES = ("recall", "accuracy")  # the first that was evaluated counts
 class Comparison(NamedTuple):
     """The settings of some runs, compared by their final values.
 
-    `keys` are the settings in which the runs differ besides the seed; one that follows from others
-    is left out. `runs` has a row per run that has ended: those of `Runs.runs`, `setting` (the keys'
-    values) and the values: `loss`, the mean over the last 5% of the steps (NaN if it diverged);
-    `recall`, the mean R@1 of both directions in %, or else `accuracy`, zero-shot top-1 in % (0 if
-    it diverged); `spikes` and `highest`, the number of loss spikes and the height of the highest
-    (NaN in runs that are too short). `means` [settings, values] and `differences` from `baseline`
-    are `Sample`s over seeds; runs are paired by seed where all keys but `varied` are equal.
+    `keys` are the settings in which the runs differ besides the seed, or `model.name` if there are
+    none; one that follows from others is left out. `runs` has a row per run that has ended: those
+    of `Runs.runs`, `setting` (the keys' values) and the values: `loss`, the mean over the last 5%
+    of the steps (NaN if it diverged); `recall`, the mean R@1 of both directions in %, or else
+    `accuracy`, zero-shot top-1 in % (0 if it diverged); `spikes` and `highest`, the number of loss
+    spikes and the height of the highest (NaN in runs that are too short). `means` [settings,
+    values] and `differences` from `baseline` are `Sample`s over seeds; runs are paired by seed
+    where all keys but `varied` are equal.
     """
 
     keys: list[str]
@@ -35,7 +36,7 @@ class Comparison(NamedTuple):
 
 
 def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
-    """Compares runs by the setting `varied`, by default the first in which they differ.
+    """Compares runs by the setting `varied`, by default the first of `keys` besides `model.name`.
 
     Differences are from `baseline`, a value of `varied`, by default the first run's. Raises
     NoRunsError if no run has ended, and ValueError for another setting or value than theirs.

@@ -95,8 +95,8 @@ def _lead_lines(
     )
     if num_same := int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum()):
         first += (
-            f" {num_same} come at the very step of one, which cannot be the cause; a third thing, "
-            "such as the batch, may cause both."
+            f" {num_same} coincide with an RMS spike, which therefore cannot be the cause; both "
+            "may have another cause, such as the batch."
         )
     return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
 

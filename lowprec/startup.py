@@ -1,6 +1,7 @@
 """Importing this under `python -m` turns two errors of our commands into one line each.
 
-On busy cores, OpenMP threads that spin while they wait slow training on a CPU down many times.
+Also sets OMP_WAIT_POLICY=passive, because spinning OpenMP threads make training much slower on a
+busy CPU.
 """
 
 import os

@@ -27,7 +27,7 @@ def combination_faults(config: Config) -> Iterator[str]:
         name = getattr(config, key)
         is_plain = name is None or ("/" not in name and name.strip(".") and name.isprintable())
         if not is_plain or name == "sweeps":
-            yield f"{key}={name}: a folder name is expected, without / and other than sweeps"
+            yield f"{key}={name}: must be a folder name without '/', and not 'sweeps'"
     if not config.run_dir:
         yield f"run_dir={config.run_dir}: a folder is expected, such as run_dir=runs"
     if (config.schedule.warmup_steps or 0) > config.num_steps:

@@ -16,8 +16,8 @@ from lowprec.optim.statistics import ShardReduction, all_local, expand_rows, ind
 class MomentReader:
     """Reads `exp_avg` and `exp_avg_sq` of an optimizer; its parameters are on one device.
 
-    Which kernels read them is decided again only if a moment, the layout of a gradient or the size
-    of a group is another than at the last step. Between steps, no tensor of a step is held.
+    Kernels are chosen again only if a moment, the layout of a gradient or the size of a group has
+    changed since the last step. Holds no tensors between steps.
     """
 
     def __init__(self, optimizer: Optimizer, names: list[str], device: torch.device):

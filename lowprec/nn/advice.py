@@ -131,7 +131,7 @@ def advise(
             an entry "loss".
         recipes: native recipes, by default all.
         min_sqnr_db: a layer with a noisier product is "noisy". The default is noise of a tenth of
-            the signal: no experiment of ours shows from where on training suffers.
+            the signal; we have not measured at which noise training degrades.
 
     Raises:
         ValueError: unsuitable inputs, a recipe that is unknown or not native, an output without a

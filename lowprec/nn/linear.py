@@ -261,7 +261,7 @@ class KeepsRecipe:
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
         own, saved = self._recipe_name(), local_metadata.get("recipe")
         if saved not in (None, own):
-            text = f"weights of layers with recipe {saved} are loaded into layers with {own}"
+            text = f"loading weights saved with recipe {saved} into layers with recipe {own}"
             warnings.warn(text, stacklevel=2)  # says the same for each layer, so it is shown once
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 

@@ -28,7 +28,9 @@ class Step(NamedTuple):
 def median_ms(
     call: Callable, device: torch.device, repeats: int, *, graph: bool = False, cold: bool = False
 ) -> float:
-    """Returns the median milliseconds of a call after a warm-up: by CUDA events, or a CPU's clock.
+    """Median milliseconds of a call after a warm-up.
+
+    They are measured with CUDA events, or with the host clock on a CPU.
 
     On a GPU, `graph` times the call as a CUDA graph, and `cold` empties the cache before each call.
     Emptying also hides the host's launches, so `cold` is only meaningful with `graph`.

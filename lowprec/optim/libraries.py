@@ -97,7 +97,7 @@ class LibraryOptimizer(GuardedStep):
                 values["num_inf"][i] = grad.isinf().sum()
                 values["num_nan"][i] = grad.isnan().sum()
             if not is_applied:
-                self.params[i].grad = None  # which torch leaves out
+                self.params[i].grad = None  # torch skips parameters without a gradient
         if self.clip_norm is not None:
             torch._foreach_mul_(grads, factor)
         values["rms"].fill_(math.nan)

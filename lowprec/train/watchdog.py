@@ -19,7 +19,8 @@ SLOW_WORK_S = 3600.0  # and may take this long
 class Watchdog:
     """The watching thread of one rank, which ends the process after `timeout_s` without progress.
 
-    `stacks`: the folder for stacks, new for each attempt. `on_end(reason)` is called first.
+    `stacks`: the folder for stacks, new for each attempt. `on_end(reason)` is called last, after
+    the stacks are written.
     """
 
     def __init__(

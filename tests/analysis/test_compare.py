@@ -39,6 +39,12 @@ def test_differences_are_between_runs_of_one_seed_and_equal_other_settings(runs)
     assert pd.isna(found.runs["spikes"]).all()  # too short for any
 
 
+def test_runs_of_one_setting_have_a_mean_and_no_difference(runs):
+    found = compare(runs.where(runs.summaries["optimizer.name"] == "stable_adamw"))
+    assert found.keys == ["model.name"] and len(found.means) == 1
+    assert found.differences.empty
+
+
 def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tmp_path):
     with pytest.raises(ValueError, match=r"varied=optimizer.beta: one of .*nearest: optimizer.be"):
         compare(runs, "optimizer.beta")

@@ -113,10 +113,10 @@ def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert re.search("2 of 3 loss spikes .67%. .* counted from the onset, 2 of 3", out)
     assert "28 of 30" in out and f"By chance {2 * 8 / 1800:.1%}" in out
-    assert "very step" not in out
+    assert "coincide" not in out
     assert spikes.main(["--run", str(plant({1200: 0, 1500: 8, 1800: None}, seed=1))]) == 0
     assert "1 of 3 loss spikes (33%) come 1 to 8 steps after" in (out := capsys.readouterr().out)
-    assert "1 come at the very step of one, which cannot be the cause" in out
+    assert "1 coincide with an RMS spike, which therefore cannot be the cause" in out
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ BAD = {  # command: parts of its message
     # what cannot be
     "-m seed=range(0,1000000000)": ("more than 1,000 runs",),
     "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
-    "name=sweeps": ("name=sweeps: a folder name is expected", "other than sweeps"),
+    "name=sweeps": ("name=sweeps: must be a folder name", "not 'sweeps'"),
     "distributed.local_loss=false": ("distributed.local_loss: no such key",),
     'run_dir=""': ("run_dir=: a folder is expected", "run_dir=runs"),
     f"optimizer.lr=1{'0' * 400}": ("optimizer.lr=1000", "a finite number > 0 is expected"),

@@ -117,7 +117,7 @@ def test_a_state_dict_keeps_recipes_and_loading_says_where_they_differ(tmp_path)
     model.load_state_dict(dict(state))  # as from safetensors, without metadata
     for recipe, layers in (("switchback_m", ["c_fc"]), ("high", ["in_proj"])):
         apply_recipe(same, recipe, layers)
-        said = f"^weights of layers with recipe switchback are loaded into layers with {recipe}$"
+        said = f"^loading weights saved with recipe switchback into layers with recipe {recipe}$"
         with pytest.warns(UserWarning, match=said):
             same.load_state_dict(state)
         apply_recipe(same, "switchback")
