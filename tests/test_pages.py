@@ -115,15 +115,16 @@ def test_the_search_of_settings_trains_a_run_for_each_trial(copy, monkeypatch):
     losses = []
 
     def optimize(loss, n_trials):
-        for number, lr in enumerate((1e-4, 1e-2)):
-            trial = SimpleNamespace(number=number, suggest_float=lambda *a, lr=lr, **k: lr)
+        for number, lr in enumerate((1e-4, 1e-2, 1e-2, 1e-4)):  # a second search, the other way
+            trial = SimpleNamespace(number=number % 2, suggest_float=lambda *a, lr=lr, **k: lr)
             losses.append(loss(trial))
 
     study = SimpleNamespace(optimize=optimize)
     monkeypatch.setitem(sys.modules, "optuna", SimpleNamespace(create_study=lambda: study))
     monkeypatch.chdir(copy)
     exec(example.replace('"num_steps=100"', '"num_steps=2", "precision=fp32", "num_workers=1"'), {})
-    assert len(set(losses)) == 2 and len(list(copy.glob("runs/search_*/*/metrics.jsonl"))) == 2
+    assert losses[:2] == losses[:1:-1] and len(set(losses)) == 2
+    assert len(list(copy.glob("runs/search_*/*/metrics.jsonl"))) == 2
 
 
 def in_file(file: Path, key: str):
