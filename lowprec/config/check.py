@@ -21,7 +21,7 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-REMOVED = {  # keys of old records, with their only value
+REMOVED = {  # keys of old records, with the value that digests of runs contain
     "distributed.gather_with_grad": True,
     "distributed.local_loss": True,
     "distributed.static_graph": True,
@@ -43,13 +43,17 @@ class RunError(RuntimeError):
     """A run cannot be made or read; the user sees the message without a traceback."""
 
 
-def check(raw: dict, schema: type = Config) -> Any:
+def check(raw: dict, schema: type = Config, *, is_record: bool = False) -> Any:
     """Builds `schema` from nested plain data; raises ConfigError with every fault.
 
-    Keys of REMOVED are dropped, and configs with `retired_faults` are accepted, so that the configs
-    of old runs can be read; `compose_command` and `train_run` refuse them.
+    Keys of REMOVED are dropped, in a record whatever their value, and configs with `retired_faults`
+    are accepted, so that the configs of old runs can be read; `compose_command` and `train_run`
+    refuse them.
     """
     faults: list[str] = []
+    for group, _, name in (key.partition(".") for key in REMOVED if is_record):
+        if isinstance(raw, dict) and isinstance(raw.get(group), dict):
+            raw = {**raw, group: {key: v for key, v in raw[group].items() if key != name}}
     legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
     if not faults and issubclass(schema, Config) and not retired_faults(config):

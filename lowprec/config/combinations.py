@@ -26,8 +26,8 @@ def combination_faults(config: Config) -> Iterator[str]:
     for key in ("name", "experiment"):
         name = getattr(config, key)
         is_plain = name is None or ("/" not in name and name.strip(".") and name.isprintable())
-        if not is_plain or name == "sweeps":
-            yield f"{key}={name}: must be a folder name without '/', and not 'sweeps'"
+        if not is_plain or name == "sweeps" or len((name or "").encode(errors="replace")) > 100:
+            yield f"{key}={name[:100]}: must be a folder name without '/', and not 'sweeps'"
     if not config.run_dir:
         yield f"run_dir={config.run_dir}: a folder is expected, such as run_dir=runs"
     if (config.schedule.warmup_steps or 0) > config.num_steps:

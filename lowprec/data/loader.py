@@ -163,8 +163,8 @@ def decode_image(
     """Decodes RGB pixels, uint8 [3, size, size], from the central square or a random box (bicubic).
 
     `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. `scaled`: a
-    JPEG is decoded at 1/2, 1/4 or 1/8 of its size, if the box then still has `size` pixels on each
-    side, which is faster and differs slightly. Raises one of BAD_IMAGE unless the bytes are a
+    JPEG is decoded at 1/2 or 1/4 of its size, if the box then still has `size` pixels on each side,
+    which is faster and differs slightly. Raises one of BAD_IMAGE unless the bytes are a
     complete JPEG, WEBP or PNG image with not too many pixels.
     """
     refuse_size("image", len(data), LARGEST_IMAGE)
@@ -175,8 +175,9 @@ def decode_image(
         width, height = image.size
         left, top, right, bottom = box = crop_box(width, height, words)
         if scaled:  # `draft` takes the largest divisor that leaves this many pixels
-            least = width * size / (right - left), height * size / (bottom - top)
-            image.draft(None, (math.ceil(least[0]), math.ceil(least[1])))
+            least = max(size / (right - left), size / (bottom - top))
+            sides = ((math.ceil(n * least), n // 4) for n in image.size)
+            image.draft(None, tuple(map(max, sides)))
             divisor = round(width / image.width)  # the last pixels may lie half outside
             box = (left / divisor, top / divisor, right / divisor, bottom / divisor)
         image = image.convert("RGB")

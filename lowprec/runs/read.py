@@ -235,7 +235,7 @@ def read_status(run: Path, default: dict | None = None) -> dict:
 def read_config(run: Path) -> Config:
     """Reads the config of a run directory; ConfigError if it is missing, damaged or invalid."""
     try:
-        return check(read_yaml(run / "config.yaml"))
+        return check(read_yaml(run / "config.yaml"), is_record=True)
     except FileNotFoundError:
         why = "not a run directory (it has no config.yaml)" if run.exists() else "does not exist"
         near = nearest_path(run) + runs_inside(run) if isinstance(run, Path) else ""  # not of a URL

@@ -19,7 +19,7 @@ from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES, Config, OptimizerConfig, PrecisionConfig
 from lowprec.data.cache import DecodedCache
-from lowprec.data.loader import Batch, Batches, decode_caption, decode_image, iterate
+from lowprec.data.loader import Batch, Batches, crop_box, decode_caption, decode_image, iterate
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import Shards
@@ -135,7 +135,7 @@ class Built:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
-        decoders = (decode_image, decode_caption, Tokenizer)
+        decoders = (decode_image, crop_box, decode_caption, Tokenizer)
         code = [code_digest(inspect.getsource(decoder)) for decoder in decoders]
         key = (
             f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"

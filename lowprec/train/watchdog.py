@@ -69,8 +69,8 @@ class Watchdog:
         woke = time.monotonic()
         while not self.closing.wait(TICK_S):
             slept, woke = time.monotonic() - woke, time.monotonic()
-            if slept > max(self.timeout_s, 8 * TICK_S):  # the whole process was suspended
-                self.moved = woke
+            if slept > 8 * TICK_S:  # the whole process was suspended
+                self.moved += slept
             slow = self.doing in SLOW_WORK
             limit = max(self.timeout_s, SLOW_WORK_S) if slow else self.timeout_s
             if time.monotonic() - self.moved > limit:

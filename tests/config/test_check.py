@@ -80,10 +80,13 @@ def test_an_unknown_choice_is_refused_with_the_list_of_choices():
             assert all(str(choice).lower() in fault.lower() for choice in choices)
 
 
-def test_a_removed_key_of_an_old_record_is_dropped_if_it_has_its_only_value():
+def test_a_removed_key_is_dropped_in_a_record_and_elsewhere_with_its_old_default():
     assert check(nested("distributed.gather_with_grad", True)) == check(GOOD)
     (fault,) = faults_of(nested("distributed.gather_with_grad", False))
     assert fault.startswith("distributed.gather_with_grad: no such key")
+    record = nested("distributed.gather_with_grad", False)
+    assert check(record, is_record=True) == check(GOOD)
+    assert record == nested("distributed.gather_with_grad", False)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one():

@@ -171,7 +171,9 @@ def test_other_code_that_decodes_has_a_file_of_its_own(make_config, tmp_path, mo
     next(built.batches_from(1))
     monkeypatch.setattr(building, "decode_image", loader.random_box)
     next(built.batches_from(1))
-    assert len(list(tmp_path.glob("*.decoded"))) == 2
+    built.config.data.scaled_decoding = True
+    next(built.batches_from(1))
+    assert len(list(tmp_path.glob("*.decoded"))) == 3
 
 
 def test_too_small_a_disk_is_refused_and_a_full_one_is_no_error(make, tmp_path, monkeypatch):

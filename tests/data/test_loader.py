@@ -342,7 +342,7 @@ def test_crops_are_distributed_like_those_of_torchvision(area, monkeypatch):
 
 
 @pytest.mark.parametrize("random", [None, words(3)], ids=["central", "random"])
-@pytest.mark.parametrize(("side", "divisor"), [(22, 1), (40, 2), (83, 4), (170, 8), (400, 8)])
+@pytest.mark.parametrize(("side", "divisor"), [(22, 1), (40, 2), (83, 4), (170, 4)])
 def test_scaled_decoding_keeps_the_box_and_at_least_its_pixels(monkeypatch, random, side, divisor):
     ramps = np.stack(np.meshgrid(np.linspace(0, 255, side + 9), np.linspace(255, 0, side)) * 2)[:3]
     file = io.BytesIO()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowprec.runs.provenance import CODE, ROOT, changes, code_digest, code_digests
+from lowprec.runs.provenance import CODE, MEASURING, ROOT, changes, code_digest, code_digests
 
 SOURCE = '''"""A module."""
 
@@ -46,6 +46,7 @@ def test_code_on_the_way_of_a_step_counts_and_nothing_else():
     steps = ("train/task", "train/loop", "train/build", "train/metrics", "optim/stable_adamw")
     steps += ("data/order", "data/open", "formats")
     assert {f"lowprec/{name}.py" for name in steps} < paths
+    assert not MEASURING & paths and all((ROOT / path).exists() for path in MEASURING)
     folders = {path.split("/")[1] for path in paths if path.startswith("lowprec/")}
     assert not {"runs", "sweep"} & folders
     assert not any(path.startswith("experiments") for path in paths)

@@ -9,6 +9,7 @@ from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES
+from lowprec.data import loader
 from lowprec.data.open import open_data
 from lowprec.train.build import build, is_slow
 from lowprec.train.run import train_run
@@ -75,6 +76,16 @@ def test_seed_window_and_resampling_reach_the_order(built):
     assert first({"data.resampled": True}) != plain
     assert first({"seed": 1}) != plain
     assert first({"data.window": 1}) != plain
+
+
+@pytest.mark.parametrize("name", ["shards", "stream"])
+def test_scaled_decoding_reaches_the_decoder(built, monkeypatch, name):
+    asked, decode = set(), loader.decode_image
+    monkeypatch.setattr(loader, "decode_image", lambda *args: asked.add(args[3]) or decode(*args))
+    for scaled in (False, True):
+        changes = {"data.name": name, "data.scaled_decoding": scaled, "num_workers": 0}
+        next(built(changes).batches_from(1))
+    assert asked == {False, True}
 
 
 def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
