@@ -27,6 +27,8 @@ def describe(series: spike_marks.Series, protocol: Protocol, tensor: str) -> str
         return f"Nothing was examined: {len(series.loss):,} steps are recorded, and {reason}."
     spikes = spike_marks.spike_table(series, protocol, tensor)
     lines = _summary_lines(series, protocol, tensor, spikes)
+    if np.isnan(series.rms_of(tensor)[protocol.ignore_steps :]).all():
+        spikes = spikes.drop(columns=["lead", "onset_lead", "rms", "rho"])
     if len(spikes):
         lines += ["", _text(spikes.drop(columns="tensors")), "", *_legend(spikes, protocol, tensor)]
         if not series.rms.empty:
@@ -41,13 +43,15 @@ def _summary_lines(
     series: spike_marks.Series, protocol: Protocol, tensor: str, spikes: pd.DataFrame
 ) -> list[str]:
     rms, num_spikes = series.rms_of(tensor), counted(len(spikes), "loss spike")
+    if not np.isfinite(series.loss).any():
+        num_spikes = "No finite loss is recorded (was monitor.loss called?)"
     late = rms[protocol.ignore_steps :]
     single = [] if len(spikes) else _single_outliers(series, protocol)
     if np.isnan(late).all():
+        text = f"{num_spikes} in {len(rms):,} steps; this run has no RMS_t of {tensor}"
         names = ", ".join(list(series.rms)[:NUM_TENSORS])
-        others = [f"--tensor chooses others, such as {names}."] if names else []
-        text = f"{num_spikes} in {len(rms):,} steps; RMS_t of {tensor} is not recorded there."
-        return [text, *single, *others]
+        others = f": choose a tensor with --tensor, such as {names}" if names else ""
+        return [f"{text}{others}.", *single]
     counts = f"{counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
     if reason := spike_marks.why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
@@ -83,10 +87,12 @@ def _lead_lines(
         shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
     for shifted, largest in shifts.items():
         counts = spike_marks.count_following(series, rms, protocol, largest)
+        low, mean, high = counts["low"], counts["chance"], counts["high"]
+        # with one loss spike, shares are 0 or 1, and so are both ends of the central 95%
+        interval = f" (95%: {low:.0%} to {high:.0%})" if low <= mean <= high else ""
         lines.append(
-            f"By chance {counts['chance']:.1%} (95%: {counts['low']:.0%} to {counts['high']:.0%}), "
-            f"p = {counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g}), shifting the RMS "
-            f"spikes {shifted}."
+            f"By chance {mean:.1%}{interval}, p = {counts['p_value']:.2g} (onset: "
+            f"{counts['p_by_onset']:.2g}), shifting the RMS spikes {shifted}."
         )
     first = (
         f"{counts['num_following']} of {len(spikes)} loss spikes ({counts['share']:.0%}) come 1 "
@@ -103,12 +109,15 @@ def _lead_lines(
 
 def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:
     """Lines that explain the columns of `spike_table`, and the first tensors before each spike."""
-    lines = [
-        f"height: peak, the largest loss up to {protocol.within} steps later, minus before, the "
-        f"median loss of the {protocol.window} steps before",
+    of_tensor = [
         f"lead, onset_lead: steps from the latest RMS spike of {tensor} to the step, to the onset",
         f"rms, rho: its largest RMS_t and RMS_t sqrt(1 - beta2) from {protocol.max_lead} steps "
         "before the step up to it",
+    ]
+    lines = [
+        f"height: peak, the largest loss up to {protocol.within} steps later, minus before, the "
+        f"median loss of the {protocol.window} steps before",
+        *(of_tensor if "lead" in spikes else []),
         f"num_tensors: tensors with an RMS spike 1 to {protocol.max_lead} steps before the step, "
         "the earliest first:",
     ]

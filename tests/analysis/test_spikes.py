@@ -207,11 +207,27 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     plant(seed=1)
     assert spikes.main(["--run", str(run.parent)]) == 0
     out = capsys.readouterr().out
-    assert f"3 loss spikes in 2,000 steps; RMS_t of {CONV1} is not recorded there." in out
-    assert f"--tensor chooses others, such as {C_FC}." in out
+    chosen = f"choose a tensor with --tensor, such as {C_FC}."
+    text = f"3 loss spikes in 2,000 steps; this run has no RMS_t of {CONV1}: {chosen}"
+    assert text in out and out.count("lead, onset_lead: ") == 1
     assert out.count("By chance") == 1  # of the other run
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
     assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
+
+
+def test_one_loss_spike_has_a_chance_level_without_interval(plant, capsys):
+    spikes.main(["--run", str(plant({1200: 3}))])
+    assert f"By chance {8 / 1800:.1%}, p = " in capsys.readouterr().out
+
+
+def test_a_run_without_losses_has_no_result_on_loss_spikes(plant, capsys):
+    run = plant({1200: 3})
+    rows = [{"step": step + 1, "loss": math.nan} for step in range(2000)]
+    write_rows(run / "metrics.jsonl", rows)
+    spikes.main(["--run", str(run)])
+    out = capsys.readouterr().out
+    assert "No finite loss is recorded (was monitor.loss called?) and 1 RMS spike (" in out
+    assert "0 loss spikes" not in out
 
 
 def test_early_losses_and_divergence_do_not_stretch_the_loss_axis(plant):
