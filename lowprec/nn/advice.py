@@ -53,8 +53,8 @@ class Advice:
 
     @property
     def saved_ms(self) -> dict[str, float]:
-        """What the layers that gain are expected to save in a step, by recipe."""
-        saved = dict.fromkeys((row["recipe"] for row in self.rows), 0.0)
+        """What the layers that gain are expected to save in a step, by recipe; {} without a GPU."""
+        saved = dict.fromkeys((r["recipe"] for r in self.rows if r["ms"] is not None), 0.0)
         for row in self.rows:
             if row["verdict"] == "gain":
                 saved[row["recipe"]] += row["ms_16bit"] - row["ms"]
@@ -64,7 +64,7 @@ class Advice:
     def recipe(self) -> str:
         """The recipe that saves most; the first without a GPU."""
         saved = self.saved_ms
-        return max(saved, key=saved.__getitem__)
+        return max(saved, key=saved.__getitem__, default=self.rows[0]["recipe"])
 
     def gains(self, module: nn.Module, name: str) -> bool:
         """Whether a layer gains under `recipe`: a filter for `prepare_for_training`.
@@ -95,7 +95,7 @@ class Advice:
             table.append(cells)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
-        lines = [] if self.rows[0]["ms"] is None else [f"expected to save in a step: {saved}"]
+        lines = [f"expected to save in a step: {saved}"] if saved else []
         for name, *cells, text in table:
             cells = map(str.rjust, cells, widths[1:])
             lines.append("  ".join([name.ljust(widths[0]), *cells, text]))

@@ -127,8 +127,10 @@ def test_layers_that_gain_are_a_filter_for_prepare_for_training():
     options = {"skip_slow": False, "compile": False}
     report = prepare_for_training(model, result.recipe, where=result.gains, **options)
     assert [layer.name for layer in report if layer.swapped] == ["1"]
+    untimed = advise(model, batch(), mean_square)
+    assert untimed.saved_ms == {} and untimed.recipe == advice.NATIVE[0]
     with pytest.raises(ValueError, match="no layer was timed"):
-        advise(model, batch(), mean_square).gains(model[0], "0")
+        untimed.gains(model[0], "0")
 
 
 def state(model):
