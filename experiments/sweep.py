@@ -22,6 +22,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -46,10 +47,12 @@ from lowprec.sweep.status import (
     ask_queue,
     show,
     states,
+    steps,
     summary,
 )
 from lowprec.train.ranks import place
 from lowprec.train.sources import sources_of
+from lowprec.waiting import Waiting
 
 POLL_S = 2.0
 GRACE_S = 60.0  # for training that saves
@@ -148,18 +151,23 @@ def status(texts: list[str]) -> None:
 
 
 def wait(texts: list[str]) -> None:
-    """Prints the summary when it changes, then the table; exits with 1 if a result is missing."""
+    """Prints the summary when it changes, then the table; exits with 1 if a result is missing.
+
+    In between, it prints how far the running runs are.
+    """
     folder, looks, line = _find(texts).folder, 0, ""
-    while looks < 2:  # between two launchers, a run seems lost for a moment
-        time.sleep(POLL_S if line else 0.0)
-        plan = Plan(folder)
-        queue = ask_queue(plan)
-        run_states = states(plan, queue)
-        if summary(run_states) != line:
-            line = summary(run_states)
-            print(time.strftime("%H:%M:%S"), line, flush=True)
-        is_active = any(state.state in (*ACTIVE, "cancelling") for state in run_states)
-        looks = 0 if is_active else looks + 1
+    with closing(Waiting("waiting")) as waiting:
+        while looks < 2:  # between two launchers, a run seems lost for a moment
+            time.sleep(POLL_S if line else 0.0)
+            plan = Plan(folder)
+            queue = ask_queue(plan)
+            run_states = states(plan, queue)
+            if summary(run_states) != line:
+                line = summary(run_states)
+                print(time.strftime("%H:%M:%S"), line, flush=True)
+            waiting.doing = steps(plan, run_states) or line
+            is_active = any(state.state in (*ACTIVE, "cancelling") for state in run_states)
+            looks = 0 if is_active else looks + 1
     _show(plan, run_states, queue)
     if any(state.state not in ENDED for state in run_states):
         sys.exit(1)

@@ -134,6 +134,16 @@ def summary(run_states: list[State]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
 
+def steps(plan: Plan, run_states: list[State]) -> str:
+    """`run 0 at step 12 of 50, run 1 at ...`: up to four of the running runs, or nothing."""
+    running = [state for state in run_states if state.state == "running"]
+    texts = [
+        f"run {state.index} at step {state.step} of {plan.runs[state.index].config['num_steps']}"
+        for state in running[:4]
+    ]
+    return ", ".join([*texts, *["..."] * (len(running) > 4)])
+
+
 def _time_left(state: State, config: dict) -> str:
     """Hours, minutes and seconds of training that remain; "" unless it is running."""
     if state.state != "running" or state.images_per_s is None:

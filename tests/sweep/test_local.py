@@ -9,6 +9,7 @@ import time
 import pytest
 
 from experiments import sweep
+from lowprec import waiting
 from lowprec.sweep import local, status
 from lowprec.sweep.plan import Plan, take_lock
 from tests.sweep.conftest import processes_in
@@ -56,6 +57,14 @@ def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
     local.launch(sweeps.folder)
     assert sweeps.names() == ["finished"] * 8
     assert [i for i, count in enumerate(sweeps.starts()) if count != 1] == [5, 7]
+
+
+def test_wait_says_how_far_the_running_runs_are(sweeps, capsys, monkeypatch):
+    monkeypatch.setattr(waiting, "SILENT_S", 0.05)
+    sweeps.make(1, "sleep 0.3\n" + sweeps.script)
+    sweeps.submit()
+    sweep.wait([])
+    assert "run 0 at step 0 of 1 (0 s)\n" in capsys.readouterr().err
 
 
 def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here, monkeypatch):
