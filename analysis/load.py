@@ -189,7 +189,7 @@ def command(experiment: str, scale: str | None = None) -> str:
 
 
 def _experiments(summaries: pd.DataFrame) -> str:
-    """`loss_curves (demo, paper), fp8_fixes (mini)`."""
-    experiments = summaries["experiment"].fillna("(no experiment)")
-    scales = summaries["scale"].fillna("unknown scale").groupby(experiments).unique()
-    return ", ".join(f"{name} ({', '.join(sorted(each))})" for name, each in scales.items())
+    """`loss_curves (demo, paper), fp8_fixes (mini), (no experiment)`."""
+    scales = summaries["scale"].fillna("unknown scale").groupby(summaries["experiment"]).unique()
+    texts = [f"{name} ({', '.join(sorted(each))})" for name, each in scales.items()]
+    return ", ".join(texts + ["(no experiment)"] * summaries["experiment"].hasnans)

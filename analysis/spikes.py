@@ -87,11 +87,10 @@ def _lead_lines(
         shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
     for shifted, largest in shifts.items():
         counts = spike_marks.count_following(series, rms, protocol, largest)
-        low, mean, high = counts["low"], counts["chance"], counts["high"]
-        # with one loss spike, shares are 0 or 1, and so are both ends of the central 95%
-        interval = f" (95%: {low:.0%} to {high:.0%})" if low <= mean <= high else ""
+        interval = f" (95%: {counts['low']:.0%} to {counts['high']:.0%})"
+        interval = "" if np.isnan(counts["low"]) else interval
         lines.append(
-            f"By chance {mean:.1%}{interval}, p = {counts['p_value']:.2g} (onset: "
+            f"By chance {counts['chance']:.1%}{interval}, p = {counts['p_value']:.2g} (onset: "
             f"{counts['p_by_onset']:.2g}), shifting the RMS spikes {shifted}."
         )
     first = (

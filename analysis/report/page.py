@@ -150,7 +150,8 @@ def compare_settings(summaries: pd.DataFrame) -> tuple[list[str], dict[str, obje
 def _title(summaries: pd.DataFrame) -> str:
     names = summaries.get("name", pd.Series("runs", index=summaries.index)).fillna("runs")
     experiments = summaries["experiment"].fillna(names).astype(str).unique()
-    scales = [str(scale) for scale in summaries["scale"].dropna().unique()]
+    of_studies = summaries.dropna(subset="experiment")  # watch writes a scale without meaning
+    scales = [str(scale) for scale in of_studies["scale"].dropna().unique()]
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
 
 

@@ -244,6 +244,10 @@ class Monitor:
         given = self._given | (config or {})
         config = self._config(folder.name) | given
         require_values(config)
+        ignored = self.protocol.ignore_steps
+        if self._saved_to is None and self.step <= ignored:
+            text = "%d steps are saved, and the first %d cannot have spikes: pass watch a protocol"
+            logger.warning(f"{text} with a smaller ignore_steps for short runs", self.step, ignored)
         record = Record(folder)
         try:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too

@@ -314,7 +314,7 @@ class LagCoincidence(NamedTuple):
     num_following: int
     share: float  # num_following / num_loss_spikes
     chance: float  # the mean share over the shifts of `lag_coincidence`
-    low: float  # of the central 95% of these shares
+    low: float  # of the central 95% of these shares; NaN if their mean is outside: few spikes
     high: float
     p_value: float  # fraction of shifts under which at least as many loss spikes follow
 
@@ -355,5 +355,8 @@ def lag_coincidence(
     counts = sum(is_after[(step - shifts) % len(is_after)].astype(int) for step in loss_steps)
     low, high = np.quantile(counts / num_loss, (0.025, 0.975), method="inverted_cdf")
     p_value = float((counts >= num_following).mean())
-    shares = (num_following / num_loss, float(counts.mean() / num_loss), float(low), float(high))
+    chance = float(counts.mean() / num_loss)
+    if not low <= chance <= high:  # with one loss spike, shares and their quantiles are 0 or 1
+        low = high = math.nan
+    shares = num_following / num_loss, chance, float(low), float(high)
     return LagCoincidence(num_loss, num_rms, num_following, *shares, p_value)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from analysis import load_runs, spike_marks
+from analysis import load_runs, spike_marks, spikes
+from analysis.report.page import make_page
 from lowprec.config.check import ConfigError, RunError
 from lowprec.diagnostics import watch
 from lowprec.runs.read import read_status
@@ -75,6 +76,8 @@ def test_the_run_directory_opens_in_analysis(tmp_path, saves):
     monitor, twin = planted(folder, saves), planted(tmp_path / "none", ())
     assert monitor.rows() == []
     runs = load_runs(tmp_path / "runs")
+    assert repr(runs) == "1 run (1 finished) of (no experiment)"
+    assert "<h1>mine</h1>" in make_page(runs)
     [head] = runs.runs.to_dict("records")
     assert (head["run"], head["state"], head["note"]) == ("mine", "finished", "")
     assert head["optimizer.name"] == "adamw" and head["optimizer.lr"] == 1e-2
@@ -90,8 +93,8 @@ def test_the_run_directory_opens_in_analysis(tmp_path, saves):
     assert protocol == PROTOCOL
     [spike] = spike_marks.spike_table(series, protocol, "0.weight").to_dict("records")
     assert (spike["step"], spike["lead"]) == (43, 3)
-    spikes = runs.events.dropna(subset="spike")
-    assert [*spikes["step"]] == [40, 43] and [*spikes["spike"]] == ["rms", "loss"]
+    events = runs.events.dropna(subset="spike")
+    assert [*events["step"]] == [40, 43] and [*events["spike"]] == ["rms", "loss"]
 
 
 def test_a_resumed_run_continues_its_directory(tmp_path):
@@ -149,11 +152,18 @@ def test_later_saves_keep_the_seed_and_the_largest_rate(tmp_path):
     assert (head["seed"], head["optimizer.lr"], head["num_steps"]) == (3, 1e-2, 3)
 
 
-def test_the_pages_example_runs(tmp_path, monkeypatch, capsys):
+def test_the_pages_example_runs(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(tmp_path)
-    example("torch.nn.Linear(8, 1)")
+    names = example("torch.nn.Linear(8, 1)")
+    names["monitor"].save("runs/watched/first")  # says nothing more
+    [said] = caplog.messages
+    assert said.startswith("20 steps are saved, and the first 1000 cannot have spikes")
     assert "'rms/weight': " in capsys.readouterr().out
     assert len(load_runs(tmp_path).metrics) == 20
+    assert spikes.main(["--run", "runs/watched/first", "--tensor", "weight"]) == 0
+    assert "Nothing was examined: 20 steps are recorded" in capsys.readouterr().out
+    planted(tmp_path / "short", (60,))
+    assert not [text for text in caplog.messages if "60 steps" in text]
 
 
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
