@@ -69,7 +69,8 @@ class Advice:
     def gains(self, module: nn.Module, name: str) -> bool:
         """Whether a layer gains under `recipe`: a filter for `prepare_for_training`.
 
-        Raises ValueError if no layer was timed.
+        Of a narrow model, none may gain: then `prepare_for_training` raises NoLayerError. Raises
+        ValueError if no layer was timed.
         """
         if self.rows[0]["ms"] is None:
             raise ValueError("no layer was timed: advise needs the model on a GPU")
@@ -135,14 +136,22 @@ def advise(
 
     Raises:
         ValueError: unsuitable inputs, a recipe that is unknown or not native, an output without a
-            loss, no linear layer with a gradient, or no recipe that the GPU multiplies natively.
+            loss, no linear layer with a gradient, no recipe that the GPU multiplies natively, or a
+            model that is frozen, sharded or in DistributedDataParallel.
     """
     batches = inputs if isinstance(inputs, list) else [inputs]
     wrong = [type(b).__name__ for b in batches if not isinstance(b, Tensor | tuple | Mapping)]
     if wrong or not batches:
         kind = wrong[0] if wrong else "an empty list"
         raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    parameters = dict(model.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError("no parameter of the model requires a gradient, as in training")
+    sharded = [name for name, p in parameters.items() if type(p).__name__ == "DTensor"]
+    if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
+        what = f"{sharded[0]} is sharded" if sharded else "the model is in DDP"
+        raise ValueError(f"{what}: call advise before DistributedDataParallel and fully_shard")
+    device = next(iter(parameters.values())).device
     chosen = _find_native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
     modules: dict[str, nn.Module] = {}
     shapes: dict = defaultdict(list)  # of a layer's calls
@@ -218,7 +227,7 @@ def _find_native(recipes: Sequence[str | Recipe], device: torch.device) -> list[
 
 
 def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> None:
-    """Forward and backward of a batch; leaves no gradients behind."""
+    """Forward and backward of a batch; leaves no gradients behind and calls no optimizer."""
     is_on = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if is_on else torch.bfloat16
     is_32bit = all(p.dtype == torch.float32 for p in model.parameters())
@@ -234,8 +243,29 @@ def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch
     if not isinstance(output, Tensor) or output.ndim or not output.requires_grad:
         what = "the model's output has no loss" if loss is None else "loss returns no 0-d tensor"
         raise ValueError(f"{what} with a gradient: pass loss=, a function of the model's output")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    torch.autograd.grad(output, parameters, allow_unused=True)
+    leaves = _leaves(output) | set(model.parameters())  # reentrant checkpoints hide some
+    hooks = ((x, x._post_accumulate_grad_hooks or {}) for x in leaves)  # optimizers may step there
+    before = [(x, x.grad, of_x, dict(of_x)) for x, of_x in hooks]
+    try:
+        for x, _, of_x, _ in before:
+            x.grad = None
+            of_x.clear()
+        output.backward()  # autograd.grad cannot pass reentrant checkpoints
+    finally:
+        for x, grad, of_x, then in before:
+            x.grad = grad
+            of_x.update(then)
+
+
+def _leaves(output: Tensor) -> set[Tensor]:
+    """The tensors in whose `grad` the backward of an output accumulates."""
+    nodes, seen = [output.grad_fn], {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    return {node.variable for node in seen if type(node).__name__ == "AccumulateGrad"}
 
 
 def _times(shapes: Iterable[Shape], recipes: list[Recipe], device: torch.device) -> dict:
@@ -258,10 +288,13 @@ def _times(shapes: Iterable[Shape], recipes: list[Recipe], device: torch.device)
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores attention, buffers and the random state at the end; compiled parts run eagerly."""
     before = [(m, type(m), dict(vars(m)), dict(m._modules)) for m in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    copies: dict = {None: None} | {buffer: buffer.clone() for buffer in model.buffers()}
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
         try:
+            for now, then in buffers:
+                now.update((name, copies[buffer]) for name, buffer in then.items())
             yield
         finally:
             for module, kind, attributes, children in before:
@@ -270,9 +303,9 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
                     for now, then in ((module._modules, children), (vars(module), attributes)):
                         now.clear()
                         now.update(then)
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
+            for now, then in buffers:
+                now.clear()
+                now.update(then)
 
 
 def _worst(decibels: Iterable[float]) -> float | None:

@@ -89,14 +89,14 @@ def layer_rows(tensors: dict[str, Tensor], recipe: Recipe) -> Iterator[dict]:
 def recorded(
     layers: Mapping[str, nn.Module], keep: Callable[[str, Tensor, Tensor, Tensor], None]
 ) -> Iterator[None]:
-    """Calls `keep(name, x, w, g)` for each call of a layer, once backward has computed its g.
+    """Calls `keep(name, x, w, g)` for each call with elements, once backward has computed its g.
 
     `layers` are linear layers, and an Attention stands for its fused projection. x and g are 2-d,
     x is in the dtype that the layer computes in and w as stored.
     """
 
     def attach(name: str, weight: Tensor, x: Tensor, output: Tensor) -> None:
-        if output.requires_grad:
+        if output.requires_grad and x.numel() and output.numel():
             x_MK = x.reshape(-1, x.shape[-1]).to(compute_dtype(x))
             rows = len(x_MK), -1
             output.register_hook(lambda g: keep(name, x_MK, weight.detach(), g.reshape(rows)))

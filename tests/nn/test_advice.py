@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lowprec.clip import open_clip
 from lowprec.nn import advice, advise, apply_recipe, prepare_for_training
 from lowprec.nn.advice import Advice, verdict
 from lowprec.nn.recipe import PRODUCTS, RECIPES
+from lowprec.nn.replace import NoLayerError
 from tests.nn.models import MODELS, clip, pair
 
 
@@ -131,6 +133,10 @@ def test_layers_that_gain_are_a_filter_for_prepare_for_training():
     assert untimed.saved_ms == {} and untimed.recipe == advice.NATIVE[0]
     with pytest.raises(ValueError, match="no layer was timed"):
         untimed.gains(model[0], "0")
+    none = Advice(facts[3:4])
+    assert any(result.saved_ms.values()) and not any(none.saved_ms.values())
+    with pytest.raises(NoLayerError):
+        prepare_for_training(model, none.recipe, where=none.gains, **options)
 
 
 def state(model):
@@ -174,6 +180,79 @@ def test_model_is_left_as_it_was_also_after_an_exception(make, fails):
     assert modules_now == modules
     assert now.keys() == tensors.keys()
     assert all(torch.equal(now[name], tensors[name]) for name in tensors)
+
+
+BUFFERS = {  # what a forward may do to a buffer n
+    "reassigns": lambda m: setattr(m, "n", m.n + 1),
+    "resizes": lambda m: m.n.resize_(5),
+    "registers": lambda m: m.register_buffer("late", torch.ones(2)),
+    "fills": lambda m: setattr(m, "empty", torch.ones(2)),
+    "keeps": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("change", BUFFERS)
+def test_buffers_are_put_back_whatever_a_forward_does_to_them(change):
+    class Buffers(nn.Linear):
+        def forward(self, x):
+            BUFFERS[change](self)
+            return model[1](x)
+
+    model = nn.Sequential(Buffers(8, 8), nn.Linear(8, 8))
+    n = torch.zeros(1).expand(3) if change == "keeps" else torch.zeros(3)
+    model[0].register_buffer("n", n)
+    model[0].register_buffer("empty", None)
+    advise(model, batch(), mean_square, recipes="switchback")
+    assert model[0]._buffers == {"n": n, "empty": None} and model[0].n is n
+    assert n.tolist() == [0.0] * 3
+
+
+def test_reentrant_checkpoints_give_the_rows_of_plain_calls_and_leave_no_gradients():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), batch().requires_grad_()
+    scale, steps = torch.ones((), requires_grad=True), []
+    plain = advise(model, x, lambda y: mean_square(y * scale), recipes="switchback")
+    model[1].weight.register_post_accumulate_grad_hook(steps.append)  # an optimizer's step
+
+    def forward(x):
+        return checkpoint(model[1], model[0](x), use_reentrant=True)
+
+    model.forward = forward
+    again = advise(model, x, lambda y: mean_square(y * scale), recipes="switchback")
+    assert again.rows == plain.rows and len(plain.rows) == 2
+    assert {tensor.grad for tensor in (x, scale, *model.parameters())} == {None} and not steps
+    mean_square(model(x)).backward()
+    assert len(steps) == 1
+
+
+def test_calls_without_rows_are_left_out():
+    experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    experts.forward = lambda x: experts[0](x).sum() + experts[1](x[:0]).sum()
+    assert [r["layer"] for r in advise(experts, batch(), recipes="switchback").rows] == ["0"]
+
+
+def frozen():
+    return Net().requires_grad_(False)
+
+
+def sharded():
+    model = nn.Linear(8, 8)
+    model.weight.__class__ = type("DTensor", (nn.Parameter,), {})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (frozen, "no parameter of the model requires a gradient"),
+        (sharded, "weight is sharded: call advise before .* fully_shard"),
+        (Net, "the model is in DDP: call advise before DistributedDataParallel"),
+    ],
+)
+def test_frozen_and_distributed_models_are_refused(make, message, monkeypatch):
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Net)
+    with pytest.raises(ValueError, match=message):
+        advise(make(), batch().requires_grad_(), mean_square)
 
 
 @pytest.mark.slow
