@@ -40,6 +40,7 @@ from typing import Any
 
 import pandas as pd
 
+from analysis.naming import join
 from experiments.entry import parse_command, refuse, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
 from lowprec.config.check import ConfigError, RunError
@@ -151,10 +152,11 @@ def replays(
     keep_from = starts[0] if config.change_from else None
     unchanged, frames = variants.pop(CONTROL), {}
     count = 1 + len(later) + len(starts) * (config.perturbed + len(variants))
-    numbers = itertools.count(1)
-    kinds = [UNCHANGED] * bool(later) + [f"{config.perturbed} {PERTURBED}"] * bool(config.perturbed)
-    where = f"; from step {', '.join(map(str, starts))} on: {'; '.join([*kinds, *variants])}"
-    print(f"{count} replays: {CONTROL}{where}", flush=True)
+    numbers, num = itertools.count(1), len(starts)
+    kinds = [f"{num * config.perturbed} {PERTURBED}"] * bool(config.perturbed)
+    kinds = join([*kinds, *(f"{num} with {name}" for name in variants)])
+    where = f"{kinds}, from step {join(map(str, starts))} on"
+    print(f"{count} replays: {1 + len(later)} {UNCHANGED}; {where}", flush=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(Waiting("loading")) as waiting,

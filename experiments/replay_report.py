@@ -13,10 +13,10 @@ from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable
 
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
-LEGEND = """\
+LEGEND = f"""\
 lead: steps from the change to the spike; height: the largest loss around the spike minus the median
-before; of_control: relative to the unchanged replay's; perturbed: weights changed in their last
-digit, as a measure of chance; exact: unchanged replays have exactly the recorded losses."""
+before; of_control: relative to the unchanged replay's; gone: that is less than {STAYS:.0%}; perturbed: weights
+changed in their last digit, as a measure of chance; exact: has exactly the recorded losses."""
 
 
 class Replay(NamedTuple):
@@ -68,7 +68,9 @@ def report(
     for ending, frame in ((".csv", curves), ("_table.csv", compared)):
         text = frame.to_csv(index=False, lineterminator="\n")
         durable.replace(stem.with_name(stem.name + ending), text.encode())
-    text = compared.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
+    shown = compared.astype({"perturbation": float, "exact": object})
+    shown.loc[~shown["change"].isin([CONTROL, UNCHANGED]), "exact"] = math.nan
+    text = shown.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
     return f"{text}\n{LEGEND}\n{verdict(recorded, compared, step, protocol)}\nWrote {stem}.csv"
 
 
@@ -127,7 +129,7 @@ def verdict(recorded: pd.Series, compared: pd.DataFrame, step: int, protocol: Pr
     for start in starts:
         lines += [f"Changes from step {start} on:"] if len(starts) > 1 else []
         lines += _outcomes(changed[changed["change_from"] == start])
-    return "\n".join([*lines, f"A spike is gone if it is lower than {STAYS:.0%} of the control's."])
+    return "\n".join(lines)
 
 
 def _outcomes(changed: pd.DataFrame) -> list[str]:

@@ -268,7 +268,12 @@ def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["replay", *words])
     command()
     output, told = capsys.readouterr()
-    assert "10 replays: control; from step 9, 10 on: unchanged; 1 perturbed; skip_b" in output
+    assert "10 replays: 2 unchanged; 2 perturbed, 2 with skip_batches=1, 2 with opt" in output
+    assert " scaler=fixed, from step 9 and 10 on\n" in output and "gone: that is less than" in output
+    rows = [line.split() for line in output.splitlines()]
+    exact = {row[1]: row[-1] for row in rows if row[:1] == ["10"] and len(row) > 9}
+    assert exact["control"] == exact["unchanged"] == "True" and exact["perturbed"] == "-"
+    assert "<NA>" not in output
     assert re.search(r"replay \d+ of 10, .*: step \d+ of 12 \(", told)
     for scaler in ("dynamic", "fixed"):
         assert re.search(rf"optimizer=stable_adamw precision=fp16 scaler={scaler} +10 ", output)
