@@ -15,8 +15,9 @@ from lowprec.runs import durable
 BEFORE = 20  # recorded steps before the spike that show how much losses scatter
 LEGEND = f"""\
 lead: steps from the change to the spike; height: the largest loss around the spike minus the median
-before; of_control: relative to the unchanged replay's; gone: that is less than {STAYS:.0%}; perturbed: weights
-changed in their last digit, as a measure of chance; exact: has exactly the recorded losses."""
+before; of_control: relative to the unchanged replay's; gone: that is less than {STAYS:.0%};
+perturbed: weights changed in their last digit, as a measure of chance; exact: has exactly the
+recorded losses."""
 
 
 class Replay(NamedTuple):

@@ -269,7 +269,9 @@ def test_the_command_line_separates_its_keys_from_the_changes(run, monkeypatch, 
     command()
     output, told = capsys.readouterr()
     assert "10 replays: 2 unchanged; 2 perturbed, 2 with skip_batches=1, 2 with opt" in output
-    assert " scaler=fixed, from step 9 and 10 on\n" in output and "gone: that is less than" in output
+    assert (
+        " scaler=fixed, from step 9 and 10 on\n" in output and "gone: that is less than" in output
+    )
     rows = [line.split() for line in output.splitlines()]
     exact = {row[1]: row[-1] for row in rows if row[:1] == ["10"] and len(row) > 9}
     assert exact["control"] == exact["unchanged"] == "True" and exact["perturbed"] == "-"
