@@ -29,9 +29,12 @@ class MomentReader:
     def read(self, params: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The global gradient norm, 0-d, and rms, grad_norm and update_norm, [tensors, 3].
 
-        Raises ValueError for a state without these moments, or of another rule than Adam's.
+        Raises ValueError for sparse gradients and a state without these moments, or of another rule
+        than Adam's.
         """
         grads = [p.grad for p in params]
+        if any(grad is not None and grad.layout != torch.strided for grad in grads):
+            raise ValueError("watch needs dense gradients, and a parameter has a sparse one")
         rows = tuple(i for i, grad in enumerate(grads) if grad is not None and grad.numel())
         if not rows:
             nothing = expand_rows(torch.empty(0, 3, device=self.device), (), len(params))

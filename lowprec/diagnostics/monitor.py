@@ -66,7 +66,7 @@ def watch(
     Raises:
         ValueError: an unknown protocol, a number out of bounds, or parameters on several devices;
             at a step, an optimizer that has no such state, uses amsgrad, adds weight decay to
-            the gradient, as Adam does, or has got further parameters since.
+            the gradient, as Adam does, or has since got other parameters or another order of them.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -95,6 +95,7 @@ class Monitor:
         self.optimizer, self.every, self.step, self.group = optimizer, every, step, group
         self.model_name, params = type(_inside(model)).__name__, self._params()
         named = {p: name.replace("_orig_mod.", "") for name, p in _inside(model).named_parameters()}
+        self._ids = [*map(id, params)]
         self.names = [named.get(p, f"parameter {i}") for i, p in enumerate(params)]
         self.device = params[0].device
         if any(p.device != self.device for p in params):
@@ -290,8 +291,9 @@ class Monitor:
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """The global gradient norm, 0-d, and [tensors, WATCHED]."""
         optimizer, params = self.optimizer, self._params()
-        if len(params) != len(self.names):
-            raise ValueError("the optimizer has got further parameters: close() and watch again")
+        if [*map(id, params)] != self._ids:
+            fault = "the optimizer has other parameters, or another order of them, than before"
+            raise ValueError(f"{fault}: close() and watch again")
         if isinstance(optimizer, StableAdamW):
             return optimizer.grad_norm, optimizer.statistics[:, : len(WATCHED)]
         return self._reader.read(params)

@@ -300,11 +300,33 @@ def test_what_cannot_be_watched_is_refused():
     watch(model, optimizer)
     with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq"):
         optimizer.step()
-    _, optimizer = make()
-    watch(model, optimizer)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "param_names": ["x"]})
-    with pytest.raises(ValueError, match=r"further parameters: close\(\) and watch again"):
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(embedding.parameters())
+    watch(embedding, optimizer)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="needs dense gradients"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, StableAdamW])
+def test_another_list_of_parameters_would_take_the_names_of_others_and_is_refused(kind):
+    def further(groups, optimizer):
+        x = {"params": [nn.Parameter(torch.zeros(2))], "param_names": ["x"]}
+        optimizer.add_param_group(x)
+
+    def moved(groups, optimizer):
+        groups[1]["params"].append(groups[0]["params"].pop())
+
+    def exchanged(groups, optimizer):
+        groups[1]["params"][-1] = nn.Parameter(torch.zeros(3))
+
+    for change in (further, moved, exchanged):
+        model, optimizer = make(kind)
+        watch(model, optimizer)
+        loss_of(model, 1).backward()
+        change(optimizer.param_groups, optimizer)
+        with pytest.raises(ValueError, match=r"other parameters, .*: close\(\) and watch again"):
+            optimizer.step()
 
 
 def test_a_planted_spike_is_found_and_said(tmp_path, caplog):
