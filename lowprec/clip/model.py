@@ -12,7 +12,7 @@ from lowprec.config.schema import PRESETS, ModelConfig, PrecisionConfig
 from lowprec.formats import parse_format
 from lowprec.nn.coverage import Layers
 from lowprec.nn.recipe import RECIPES, custom_recipe
-from lowprec.nn.replace import NoLayerError, apply_recipe
+from lowprec.nn.replace import NoLayerError, apply_recipe, replaceable_layers
 from lowprec.ops import takes
 
 TEXT_HEAD_WIDTH = 64
@@ -124,7 +124,7 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     except NoLayerError:
         if recipe.function:
             raise
-        return Layers(model, recipe)
+        return Layers(model, recipe, replaceable_layers(model))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.noise import product_rows, recorded
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe, find_recipe
-from lowprec.nn.replace import find_fault, linear_layers, replace_attention
+from lowprec.nn.replace import replace_attention, replaceable_layers
 from lowprec.nn.timing import Step, median_ms
 from lowprec.ops.launch import on_device
 
@@ -171,8 +171,7 @@ def advise(
 
     with _unchanged(model, device), on_device(device), torch.enable_grad():
         replace_attention(model)
-        modules |= {n: model.get_submodule(path) for n, path in linear_layers(model).items()}
-        modules = {n: module for n, module in modules.items() if not find_fault(module, n)}
+        modules |= replaceable_layers(model)
         with recorded(modules, keep):
             for batch in batches:
                 _backward(model, batch, loss, device)

@@ -51,7 +51,13 @@ class Layers(list[Layer]):
             keep the attention of their library.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe, layers: Sequence[Layer] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        replaceable: dict[str, nn.Module],
+        layers: Sequence[Layer] = (),
+    ):
         super().__init__(layers)
         modules, blocks = dict(model.named_modules()), find_blocks(model)
         names = {module: name for name, module in modules.items()}
@@ -62,6 +68,7 @@ class Layers(list[Layer]):
         self.fused = [n for n, module in modules.items() if isinstance(module, LowPrecisionMLP)]
         self.treatments: dict[str, str] = {}
         by_name, linear = {layer.name: layer for layer in layers}, []
+        supported = set(replaceable.values())
         for name, module in modules.items():
             if is_linear(module):
                 linear.append(module)
@@ -73,7 +80,8 @@ class Layers(list[Layer]):
                 elif settings and settings.recipe.function:
                     self.treatments[name] = f"{settings.recipe.name}, from an earlier call"
                 elif not is_int8(module):
-                    self.treatments[name] = "16 bit, not in `where` or not supported"
+                    reason = "not in `where`" if module in supported else "not supported"
+                    self.treatments[name] = f"16 bit, {reason}"
         self.num_layers, self.num_quantized = len(linear), sum(map(_is_quantized, linear))
         others, shares = other_weights(model), _shares_of_tokens(model)
         sizes = {module: _num_weights(module) * shares.get(module, 1) for module in linear}

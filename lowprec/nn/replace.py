@@ -1,6 +1,7 @@
 """Replaces the linear layers of a model by low-precision ones, and prepares it for training."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
@@ -88,7 +89,7 @@ def apply_recipe(
         _set_settings(module, settings if swapped else None)
     fuse(model)
     _set_fast_path(model)
-    return Layers(model, recipe, layers)
+    return Layers(model, recipe, replaceable_layers(model), layers)
 
 
 def prepare_for_training(
@@ -134,7 +135,7 @@ def prepare_for_training(
     if compile:
         torch.compiler.reset()  # its recompilation limit counts over all models of a process
         compile_blocks(model, blocks)
-    layers = Layers(model, recipe, layers)
+    layers = Layers(model, recipe, replaceable_layers(model), layers)
     if recipe.function and not any(layer.swapped for layer in layers):
         reasons = dict.fromkeys(layers.treatments[layer.name] for layer in layers)
         text = f"{recipe.name} converts none of the {len(layers)} layers in `where`"
@@ -168,6 +169,12 @@ def linear_layers(model: nn.Module) -> dict[str, str]:
     return layers
 
 
+def replaceable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Maps each linear layer that a recipe can be applied to, to the module with its weight."""
+    modules = {layer: model.get_submodule(name) for layer, name in linear_layers(model).items()}
+    return {layer: module for layer, module in modules.items() if not find_fault(module, layer)}
+
+
 def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
     """Maps each layer that matches to the name of the module that holds its weight."""
     where, layers = [where] if isinstance(where, str) else where, linear_layers(model)
@@ -185,28 +192,26 @@ def _find_layers(model: nn.Module, where: Where) -> dict[str, str]:
         idle = [p for p in where if not any(matches(layer, [p]) for layer in layers)]
         meant = ", ".join(idle) or "[]"
     if not matching or not set(idle) <= set(LINEAR_LAYERS):  # no library has all four of these
-        raise NoLayerError(f"no linear layer matches {meant}; {_suggest(model, layers, idle)}")
+        raise NoLayerError(f"no linear layer matches {meant}; {_suggest(model, idle)}")
     for layer, name in matching.items():
         if fault := find_fault(model.get_submodule(name), layer):
             raise ValueError(fault)
     return matching
 
 
-def _suggest(model: nn.Module, layers: dict[str, str], patterns: Sequence[str]) -> str:
-    """Names layers that can be replaced: those of numbered blocks, or all; the nearest first."""
-    fit = [
-        layer for layer, name in layers.items() if not find_fault(model.get_submodule(name), layer)
-    ]
+def _suggest(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Names all layers that can be replaced, and patterns for those of blocks, nearest first."""
+    fit = list(replaceable_layers(model))
     inside = [layer for layer in fit if any(map(str.isdecimal, layer.split(".")[:-1]))] or fit
-    examples = ", ".join(inside[:4]) + (", ..." if len(inside) > 4 else "") or "none that fits"
+    names = ", ".join(dict.fromkeys(re.sub(r"\b\d+(?=\.)", "*", layer) for layer in fit))
     endings = list(dict.fromkeys(layer.rpartition(".")[2] for layer in inside))
     words = [pattern.rpartition(".")[2] for pattern in patterns]
     alike = {x: [SequenceMatcher(None, x, word).ratio() for word in words] for x in endings}
     nearest = sorted(endings, key=lambda x: -max(alike[x], default=0))[:8]
-    way_out = f"; name them: where={json.dumps(nearest)}" if any(inside) else ""
+    way_out = f"; for example where={json.dumps(nearest)}" if any(inside) else ""
     others = list(coverage.other_weights(model))
     more = f"; {others[0]} and {len(others) - 1} more are no nn.Linear" if others else ""
-    return f"the model has: {examples}{way_out}{more}"
+    return f"the model has: {names or 'none that fits'}{way_out}{more}"
 
 
 def find_fault(module: nn.Module, layer: str) -> str:

@@ -215,10 +215,10 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "switchback: 27 of 53 linear layers",
         "  blocks: 12 blocks",
         "    switchback, unchecked without `inputs`: attn.qkv, mlp.fc1",
-        "    16 bit, not in `where` or not supported: attn.proj, mlp.fc2",
+        "    16 bit, not in `where`: attn.proj, mlp.fc2",
         "  outside blocks",
         "    switchback, unchecked without `inputs`: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
-        "    16 bit, not in `where` or not supported: attn_pool.proj, attn_pool.mlp.fc2",
+        "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
 

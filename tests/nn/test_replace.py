@@ -165,7 +165,10 @@ def test_layer_that_its_owner_never_calls_is_ignored():
     model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # has dropout: not replaceable
     with pytest.raises(ValueError, match="no linear layer matches out_proj") as refused:
         apply_recipe(model, "switchback", ["out_proj"])
-    assert str(refused.value).endswith('; name them: where=["linear1", "linear2"]')
+    assert str(refused.value).endswith('; for example where=["linear1", "linear2"]')
+    report = str(apply_recipe(model, "switchback", ["linear1"])).splitlines()
+    assert "    16 bit, not supported: self_attn, self_attn.out_proj" in report
+    assert "    16 bit, not in `where`: linear2" in report
 
 
 def test_error_suggests_layers_of_blocks_that_can_be_replaced_nearest_first():
@@ -177,8 +180,8 @@ def test_error_suggests_layers_of_blocks_that_can_be_replaced_nearest_first():
     with pytest.raises(NoLayerError) as refused:
         apply_recipe(model, "switchback", ["fc2"])
     assert str(refused.value) == (
-        "no linear layer matches fc2; the model has: blocks.0.proj, blocks.0.fc1; "
-        'name them: where=["fc1", "proj"]'
+        "no linear layer matches fc2; the model has: blocks.*.proj, blocks.*.fc1, head; "
+        'for example where=["fc1", "proj"]'
     )
 
 
