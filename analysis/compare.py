@@ -40,6 +40,7 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
 
     Differences are from `baseline`, a value of `varied`, by default the first run's. Raises
     NoRunsError if no run has ended, and ValueError for another setting or value than theirs.
+    `precision` stands for `precision.label`, and so on.
     """
     table = runs.runs.set_index("run").loc[measures.named_heads(runs)["run"]].reset_index()
     names = ["model.name", "precision.label", "optimizer.name", *comparison.columns(table)]
@@ -53,10 +54,14 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     ended = table[table["state"].isin(ENDED)]
     if ended.empty:
         raise NoRunsError(f"{runs.root}: no run has ended yet")
-    varied = varied or next((key for key in keys if key != "model.name"), keys[0])
-    _refuse_unknown("varied", varied, keys)
-    baseline = baseline or ended[varied].iloc[0]
-    _refuse_unknown("baseline", baseline, ended[varied].unique())
+    name, varied = varied, next((key for key in keys if key != "model.name"), keys[0])
+    if name and not (varied := comparison.column_of(name, keys)):
+        differ = f"the runs differ in {', '.join(keys)}; seeds are averaged"
+        raise ValueError(f"varied={name}: {differ}{comparison.nearest_key(name, keys)}")
+    baseline, known = baseline or ended[varied].iloc[0], list(ended[varied].unique())
+    if baseline not in known:
+        one_of = f"one of {', '.join(known)}{nearest(baseline, known)}"
+        raise ValueError(f"baseline={baseline}: {one_of}")
     ended, values = _final_values(runs, ended)
     equal = [*(key for key in keys if key != varied), "seed", "what"]
     finals = ended.melt(["setting", *keys, "seed"], values, "what").dropna(subset="value")
@@ -66,8 +71,10 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     pairs = finals[~is_baseline].merge(finals[is_baseline], on=equal, suffixes=("", "_before"))
     pairs["value"] -= pairs["value_before"]
     means, differences = (
-        part.groupby(["setting", "what"], sort=False)["value"].apply(Sample.of).unstack("what")
-        for part in (finals, pairs)
+        part.groupby(["setting", "what"], sort=False)["value"]
+        .apply(Sample.of, sign=sign)
+        .unstack("what")
+        for part, sign in ((finals, ""), (pairs, "+"))
     )
     return Comparison(keys, ended, means, varied, baseline, differences)
 
@@ -89,8 +96,3 @@ def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[s
             heights = spike_marks.spike_table(series, protocol)["height"]
             ended.loc[at, ["spikes", "highest"]] = len(heights), max(heights, default=0.0)
     return ended, ["loss", *scores, "spikes", "highest"]
-
-
-def _refuse_unknown(name: str, value: str, known: list[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{name}={value}: one of {', '.join(known)}{nearest(value, known)}")

@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis.run_files import DEFAULTS, flatten
 from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config, PrecisionConfig
+from lowprec.nearest import nearest
 from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
 from lowprec.runs.identity import identity
 
@@ -58,6 +59,16 @@ def columns(heads: pd.DataFrame) -> list[str]:
     if "data.name" in heads and (heads["data.name"] == "stream").any():
         keys += [key for key in OF_STREAM if key in heads]
     return keys
+
+
+def column_of(key: str, names: Collection[str]) -> str | None:
+    """The one of some columns that a key names: `optimizer` stands for `optimizer.name`."""
+    return next((n for n in (key, f"{key}.name", f"{key}.label") if n in names), None)
+
+
+def nearest_key(key: str, names: Collection[str]) -> str:
+    """`; nearest: x`, as `lowprec.nearest`; x may be the name of a config group."""
+    return nearest(key, [*names, *(short(n) for n in names if n.endswith((".name", ".label")))])
 
 
 def belongs(heads: pd.DataFrame, varied: str) -> list[str]:

@@ -51,21 +51,21 @@ class Sample:
     low: float
     high: float
     num: int
+    sign: str = "+"  # before positive numbers, in print
 
     @classmethod
-    def of(cls, values: pd.Series, level: float = LEVEL) -> "Sample":
+    def of(cls, values: pd.Series, level: float = LEVEL, sign: str = "+") -> "Sample":
         """The mean and interval of one value per seed."""
         values, half = values.to_numpy(float), math.nan
         if len(values) > 1:
             half = float(stats.sem(values) * stats.t.ppf((1 + level) / 2, len(values) - 1))
         mean = float(values.mean())
-        return cls(mean, mean - half, mean + half, len(values))
+        return cls(mean, mean - half, mean + half, len(values), sign)
 
     def __str__(self) -> str:
         """`+0.12 [-0.30, +0.54], 3 seeds`."""
-        if self.num == 1:
-            return f"{self.mean:+.2f}, one seed"
-        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.num} seeds"
+        mean, low, high = (f"{x:{self.sign}.2f}" for x in (self.mean, self.low, self.high))
+        return f"{mean}, one seed" if self.num == 1 else f"{mean} [{low}, {high}], {self.num} seeds"
 
 
 class Evidence:

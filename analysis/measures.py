@@ -100,12 +100,15 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
-    """Labels that begin with the figure's own settings; a shared method is left out."""
-    methods = [naming.method(h.precision, h.optimizer) for h in heads.itertuples()]
-    if len(set(methods)) > 1:
-        return [f"{text}, {label}" for text, label in zip(settings, heads["label"], strict=True)]
-    rest = heads["label"].str.removeprefix(methods[0])
-    return [text + end for text, end in zip(settings, rest, strict=True)]
+    """Labels that begin with the figure's own settings; what the methods share is left out."""
+    methods, ends = [], []
+    for text, head in zip(settings, heads.itertuples(), strict=True):
+        names = naming.precision(head.precision), naming.optimizer_name(head.optimizer)
+        methods.append([text, *(name for name in names if name != text)])
+        ends.append(head.label.removeprefix(", ".join(names)))
+    if len({tuple(method[1:]) for method in methods}) == 1:
+        methods = [method[:1] for method in methods]
+    return [", ".join(method) + end for method, end in zip(methods, ends, strict=True)]
 
 
 def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:

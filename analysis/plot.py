@@ -3,7 +3,8 @@
     y=NAME      a column of metrics or timing (loss, grad_norm, zero_shot/top1, images_per_s), or
                 STATISTIC/TENSOR (rms/visual.conv1.weight; the largest if TENSOR is a pattern)
     x=step      a line for each run; x=KEY of the config: a point for each run, its last value
-    hue=KEY     a color for each value;  facet=KEY  a panel for each value
+    hue=KEY     a color for each value, and a line style for each method
+    facet=KEY   a panel for each value
     band=KEY    over steps, a band over the runs that differ in the seed and that key alone
     KEY=VALUE   only the runs with that value
 
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure as Canvas
 
 from analysis import cli, measures, naming, style
 from analysis.cli import ChoiceError
-from analysis.comparison import counted, short, written
+from analysis.comparison import column_of, counted, nearest_key, short, written
 from analysis.grammar import Axis, Figure, Hue, Lines, in_one_panel
 from analysis.load import Runs, load_runs
 from analysis.points import Points
@@ -39,6 +40,7 @@ TABLES = {
     "intervention": naming.INTERVENTIONS,
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+DASHES = ("-", "--", ":", "-.")
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
 
 
@@ -93,7 +95,7 @@ def sentence(
     runs = runs.where(runs.summaries["run"].isin(heads["run"]))
     hue, facet, band = (key and _key(heads, key) for key in (hue, facet, band))
     heads = measures.named_heads(runs)
-    colors = _hue(heads, hue) if hue else Hue(look=_looks_of_methods(heads))
+    colors = _hue(heads, hue, facet) if hue else Hue(look=_looks_of_methods(heads))
     value = Axis(column=y, label=y, log=False if y.startswith(SCORES) else None)
     if x == "step":
         row = Lines(y=value, hue=colors, facet=facet, band=band)
@@ -150,9 +152,14 @@ def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points:
     )
 
 
-def _hue(heads: pd.DataFrame, key: str) -> Hue:
-    """A color for each value of a config key: a scale for numbers, else distinct ones."""
-    column = measures.RENAMED.get(key, key)
+def _hue(heads: pd.DataFrame, key: str, facet: str) -> Hue:
+    """A color for each value of a config key: a scale for numbers, else distinct ones.
+
+    The line style tells methods apart within a value of the key and a panel.
+    """
+    column, panel = (measures.RENAMED.get(name, name) for name in (key, facet))
+    parts = [name for name in ("precision", "optimizer") if name not in (column, panel)]
+    methods = list(dict.fromkeys(map(tuple, heads[parts].to_numpy())))
     values = _in_order(heads[column])
     if len(values) > 2 and all(isinstance(value, int | float | np.number) for value in values):
         colors = _scale("viridis", len(values))
@@ -164,7 +171,10 @@ def _hue(heads: pd.DataFrame, key: str) -> Hue:
         keys=(key,),
         name=lambda head: naming.setting(key, head[column]),
         order=lambda head: list(colors).index(written(head[column])),
-        look=lambda head: (style.paler(colors[written(head[column])], head["variant"]), "-"),
+        look=lambda head: (
+            style.paler(colors[written(head[column])], head["variant"]),
+            DASHES[methods.index(tuple(head[parts])) % len(DASHES)],
+        ),
     )
 
 
@@ -195,9 +205,9 @@ def _scale(name: str, num: int) -> list:
 
 def _key(heads: pd.DataFrame, key: str) -> str:
     """The column of a key; a config group stands for its name: `optimizer`."""
-    name = next((n for n in (key, f"{key}.name", f"{key}.label") if n in heads), None)
+    name = column_of(key, heads)
     if name is None:
-        raise ChoiceError(f"the runs have no key {key}{nearest(key, heads.columns)}")
+        raise ChoiceError(f"the runs have no key {key}{nearest_key(key, heads)}")
     return name
 
 

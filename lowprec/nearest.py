@@ -6,7 +6,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-MEANT = {"gpu": ("cuda",), "int8": ("switchback", "llm_int8")}  # by names that are no choices
+MEANT = {  # by names that are no choices
+    "gpu": ("cuda",),
+    "int8": ("switchback", "llm_int8"),
+    "recall": ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1"),
+    "accuracy": ("zero_shot/top1",),
+}
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
@@ -26,7 +31,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
         ([by_leaf[initials]] if len(initials) > 1 and initials in by_leaf else [])
         or difflib.get_close_matches(name, names, n=1, cutoff=0.75)
         or [by_leaf[leaf] for leaf in leaves]
-        or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     )
     return f"; nearest: {matches[0]}" if matches else ""
 

@@ -43,11 +43,15 @@ def test_runs_of_one_setting_have_a_mean_and_no_difference(runs):
     found = compare(runs.where(runs.summaries["optimizer.name"] == "stable_adamw"))
     assert found.keys == ["model.name"] and len(found.means) == 1
     assert found.differences.empty
+    assert str(found.means["recall"].iloc[0]).startswith("20.00 [")
 
 
 def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tmp_path):
-    with pytest.raises(ValueError, match=r"varied=optimizer.beta: one of .*nearest: optimizer.be"):
+    with pytest.raises(ValueError, match="differ in optimizer.name.*nearest: optimizer.beta2"):
         compare(runs, "optimizer.beta")
+    with pytest.raises(ValueError, match="varied=seed: the runs .*; seeds are averaged$"):
+        compare(runs, "seed")
+    assert compare(runs, "optimizer").varied == "optimizer.name"
     with pytest.raises(ValueError, match="baseline=0.8: one of 0.9, 0.99"):
         compare(runs, "optimizer.beta2", "0.8")
     with pytest.raises(NoRunsError, match="no run has ended"):

@@ -84,6 +84,21 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
     assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
 
 
+def test_names_tell_a_setting_once_and_lines_of_one_color_differ(make_run, tmp_path):
+    for recipe, optimizer in (("high", "adamw"), ("high", "stable_adamw"), ("switchback", "adamw")):
+        make_run(experiment=None, num_steps=9, recipe=recipe, optimizer=optimizer)
+    runs, bf16 = load_runs(tmp_path / "runs"), ["bf16, AdamW", "bf16, StableAdamW"]
+    for words, names in (
+        ({"hue": "precision"}, [*bf16, "SwitchBack int8, AdamW"]),
+        ({"hue": "precision", "facet": "optimizer"}, ["bf16", "SwitchBack int8"]),
+        ({"hue": "seed", "where": {"precision": "bf16"}}, [f"seed 0, {name}" for name in bf16]),
+    ):
+        row, frame = plot.sentence(runs, **words)
+        lines = frame.drop_duplicates("label")
+        assert sorted(lines["label"]) == sorted(names)
+        assert len({row.hue.look(line) for _, line in lines.iterrows()}) == len(names)
+
+
 @pytest.mark.parametrize("x", ["step", "optimizer.lr"])
 def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
     with style():  # whose letters are smaller than matplotlib's
@@ -116,6 +131,8 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
     [
         ({"y": "los"}, "y=los: .*nearest: loss"),
         ({"hue": "optimizer.beta"}, "no key optimizer.beta; nearest: optimizer.beta2"),
+        ({"hue": "precison"}, "no key precison; nearest: precision$"),
+        ({"y": "waits"}, "and STATISTIC/TENSOR$"),  # wall_s is not near
         ({"where": {"seed": "7"}}, "no run has seed=7"),
     ],
 )
