@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from open_clip.transform import AugmentationCfg
 from PIL import Image
 
 from lowprec.clip.text import Tokenizer
@@ -314,6 +315,10 @@ def test_random_box_lies_within_the_image_and_is_not_empty(size):
     for number in range(50):
         left, top, right, bottom = random_box(*size, words(number))
         assert 0 <= left < right <= size[0] and 0 <= top < bottom <= size[1]
+
+
+def test_crops_have_the_areas_of_open_clip():
+    assert AREA == AugmentationCfg().scale == (0.9, 1.0)
 
 
 @pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)

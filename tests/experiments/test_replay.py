@@ -224,6 +224,17 @@ def test_impossible_replays_are_refused(run):
             replayed(folder, 10, words)
 
 
+def test_a_replay_does_not_need_the_cache_of_the_training_machine(run, capsys):
+    path = run() / "config.yaml"
+    config = json.loads(path.read_text())
+    config["data"]["cache"] = str(path / "cache")  # in a file, where no folder can be made
+    path.write_text(json.dumps(config))
+    replayed(path.parent, 10, "optimizer.lr=0.1", steps=1)
+    out = capsys.readouterr().out
+    assert "/cache cannot be used here: images are decoded, to the same batches" in out
+    assert "recorded losses exactly" in out
+
+
 def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
     keys = {"data.name": "stream", "data.train": str(squares / "train-*.tar")}
     provenance = {"layout": {"world_size": 1, "workers": 2}}

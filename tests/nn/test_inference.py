@@ -9,6 +9,7 @@ from lowprec import ops
 from lowprec.clip.model import blocks, build_model, set_precision
 from lowprec.config.schema import ModelConfig, PrecisionConfig
 from lowprec.formats import INT8
+from lowprec.nn import inference
 from lowprec.nn.inference import (
     Int8Attention,
     Int8Linear,
@@ -163,6 +164,20 @@ def test_memory_ratio_is_below_0_3(model):
     scaled = [name.removesuffix("_scale") for name in state if name.endswith("weight_scale")]
     names = [n for s in scaled for n in (s, f"{s}_scale", s.removesuffix("weight") + "bias")]
     assert ratio == sum(state[name].nbytes for name in names) / original <= 0.30
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(model, tmp_path, monkeypatch):
+    def fail(state, path, **_):
+        path.write_bytes(b"half")
+        raise OSError("the disk is full")
+
+    path = tmp_path / "a.safetensors"
+    save_int8(to_int8(model), path)
+    old = path.read_bytes()
+    monkeypatch.setattr(inference, "save_file", fail)
+    with pytest.raises(OSError, match="disk is full"):
+        save_int8(model, path)
+    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
 def test_save_and_load_round_trip(model, pair, tmp_path):

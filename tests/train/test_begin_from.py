@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from experiments import evaluate, export, quant_error
@@ -113,6 +114,17 @@ def test_a_finished_run_keeps_the_weights_alone_unless_told(
         second(make_config, tmp_path, cut)
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"sha256": ""}'])
+def test_a_manifest_that_cannot_be_read_leaves_a_finished_run_whole(first, text, capsys):
+    [newest] = list_checkpoints(first)
+    shutil.copytree(newest, newest.with_name("step_000000002"))
+    (newest / "manifest.json").write_text(text)
+    checkpoints.keep_weights(first)
+    assert "warning: the optimizer's state stays in" in capsys.readouterr().out
+    assert [path.name for path in list_checkpoints(first)] == ["step_000000002", newest.name]
+    assert (newest / "exp_avg.safetensors").exists()
+
+
 def evaluated(run):
     evaluate.main(EvaluateConfig(str(run), evaluation=ChosenEvaluation("both"), device="cpu"))
     return read_rows(run / "evaluations.jsonl")
@@ -146,6 +158,14 @@ def test_a_run_with_the_weights_alone_gives_what_a_whole_one_gives(
     light = shutil.copytree(light_source, tmp_path / "light" / first.name)
     results = command(light)
     assert results and results == command(first)
+
+
+def test_an_evaluation_does_not_need_the_cache_of_the_training_machine(first):
+    path = first / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["data"]["cache"] = str(path / "cache")  # in a file, where no folder can be made
+    path.write_text(yaml.safe_dump(config))
+    assert evaluated(first)
 
 
 @pytest.mark.parametrize(
