@@ -36,7 +36,10 @@ class Waiting:
             self._thread.join(1)  # a process with threads should not fork
 
 
-def doing(what: str) -> None:
-    """Changes what the newest open `Waiting` prints, if there is one."""
+def doing(what: str | None) -> None:
+    """Changes what the newest open `Waiting` prints, if there is one; None closes it."""
     for waiting in Waiting._opened[-1:]:
-        waiting.doing = what
+        if what is None:
+            waiting.close()
+        else:
+            waiting.doing = what

@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
         if not refresh:
             return 0
+        doing(None)
         try:
             time.sleep(refresh)
         except KeyboardInterrupt:

@@ -3,6 +3,8 @@
 import base64
 import json
 import shutil
+import time
+from contextlib import closing
 from html.parser import HTMLParser
 
 import numpy as np
@@ -16,6 +18,7 @@ from analysis.report import page as report_page
 from analysis.report.collect import speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
+from lowprec import waiting
 from lowprec.config.schema import PrecisionChangeConfig
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 
@@ -172,19 +175,26 @@ def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_pa
 
 
 @pytest.mark.parametrize("last", ["finished", "failed"])
-def test_a_watched_page_is_reloaded_until_its_runs_end(make_run, tmp_path, monkeypatch, last):
-    run, pages = make_run(num_steps=60), []
+def test_a_watched_page_is_reloaded_until_its_runs_end(
+    make_run, tmp_path, monkeypatch, capsys, last
+):
+    run, pages, wait = make_run(num_steps=60), [], time.sleep
+    monkeypatch.setattr(waiting, "SILENT_S", 0.01)
     status = run / "status.json"
     status.write_text(status.read_text().replace("finished", "running"))
 
     def sleep(seconds):
         assert not pages
         pages.append(out.read_text())
+        capsys.readouterr()
+        wait(0.05)
+        assert capsys.readouterr().err == ""  # says nothing while it waits
         status.write_text(status.read_text().replace("running", last))
 
     monkeypatch.setattr(report_main.time, "sleep", sleep)
     out = tmp_path / "report.html"
-    assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
+    with closing(waiting.Waiting("reading runs")):
+        assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
     tag = '<meta http-equiv="refresh" content="5">'
     assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
 
