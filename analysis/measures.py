@@ -100,7 +100,7 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
-    """Labels that begin with the figure's own settings; what the methods share is left out."""
+    """Labels that begin with the figure's own settings; a shared method is left out."""
     methods, ends = [], []
     for text, head in zip(settings, heads.itertuples(), strict=True):
         names = naming.precision(head.precision), naming.optimizer_name(head.optimizer)
