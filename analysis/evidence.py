@@ -55,9 +55,9 @@ class Sample:
 
     @classmethod
     def of(cls, values: pd.Series, level: float = LEVEL, sign: str = "+") -> "Sample":
-        """The mean and interval of one value per seed."""
+        """The mean and interval of one value per seed; with an infinite value, no interval."""
         values, half = values.to_numpy(float), math.nan
-        if len(values) > 1:
+        if len(values) > 1 and np.isfinite(values).all():
             half = float(stats.sem(values) * stats.t.ppf((1 + level) / 2, len(values) - 1))
         mean = float(values.mean())
         return cls(mean, mean - half, mean + half, len(values), sign)

@@ -34,7 +34,7 @@ def test_differences_are_between_runs_of_one_seed_and_equal_other_settings(runs)
     assert difference.mean == pytest.approx(1.1) and difference.num == 3  # 1.0, 1.1, 1.2
     assert difference.low == pytest.approx(1.1 - 4.303 * 0.1 / 3**0.5, abs=1e-3)
     means = found.means.loc["stable_adamw, 0.9"]
-    assert means["loss"].num == 2 and means["loss"].mean == pytest.approx(4.15)
+    assert str(means["loss"]) == "inf [nan, nan], 3 seeds"  # of which one diverged
     assert means["recall"].mean == pytest.approx(20.0)  # 30% twice, 0 for the diverged run
     assert pd.isna(found.runs["spikes"]).all()  # too short for any
 
