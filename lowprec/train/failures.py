@@ -21,9 +21,9 @@ from lowprec.train.distributed import PeerFailed, Ranks
 
 @contextlib.contextmanager
 def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
-    """Runs the watchdog; a rank that loses its connection to another one ends at once."""
+    """Runs the watchdog; an error in this rank ends the other ranks too."""
     world.watchdog = watchdog.Watchdog(
-        world.rank,
+        world,
         config.distributed.timeout_s,
         record.run / "stacks" / f"{record.attempt:04d}",
         on_end=lambda reason: record.status("failed", reason=reason, unless=ENDED),
@@ -31,6 +31,9 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
     try:
         yield
         world.close()
+    except PeerFailed:
+        world.watchdog.close()
+        raise
     except BaseException as error:
         text = str(error).lower()
         of_torch = isinstance(error, RuntimeError) and not isinstance(error, RunError)
@@ -38,7 +41,7 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
         if world.size > 1 and lost_peer:
             traceback.print_exc()
             world.watchdog.end(_reason(error))
-        world.watchdog.close()
+        world.watchdog.close(_reason(error))
         raise
 
 

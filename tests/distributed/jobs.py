@@ -33,6 +33,7 @@ from lowprec.formats import INT8, round_to_format
 from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
+from lowprec.train import watchdog
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
@@ -114,6 +115,7 @@ def train(
     `spoils`: arguments of `spoiling` per config.
     """
 
+    watchdog.WAIT_S = 2.0
     if hang and hang["rank"] == rank:
         owner, name = (MetricsBuffer, "wait_for") if hang.get("stall") else (TrainStep, "__call__")
         call, calls = getattr(owner, name), iter(range(1, 10**6))
