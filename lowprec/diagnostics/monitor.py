@@ -235,10 +235,8 @@ class Monitor:
         if earlier == {} or (has_rows and earlier is None):
             raise RunError(f"{folder} has a run that watch did not record: save elsewhere")
         if has_rows and not self._is_resumed and self._saved_to != folder:
-            raise RunError(
-                f"{folder} has another run: save elsewhere or, to continue it, watch with step=N "
-                "after N steps"
-            )
+            why = "save elsewhere or, to continue it, watch with step=N after N steps"
+            raise RunError(f"{folder} has another run: {why}")
         self.flush()
         if earlier:  # a resumed run sees only the end of a schedule
             self._largest_lr = max(self._largest_lr, earlier.get("optimizer.lr", 0.0))

@@ -140,18 +140,8 @@ def advise(
             model that is frozen, sharded or in DistributedDataParallel.
     """
     batches = inputs if isinstance(inputs, list) else [inputs]
-    wrong = [type(b).__name__ for b in batches if not isinstance(b, Tensor | tuple | Mapping)]
-    if wrong or not batches:
-        kind = wrong[0] if wrong else "an empty list"
-        raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
-    parameters = dict(model.named_parameters())
-    if not any(p.requires_grad for p in parameters.values()):
-        raise ValueError("no parameter of the model requires a gradient, as in training")
-    sharded = [name for name, p in parameters.items() if type(p).__name__ == "DTensor"]
-    if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
-        what = f"{sharded[0]} is sharded" if sharded else "the model is in DDP"
-        raise ValueError(f"{what}: call advise before DistributedDataParallel and fully_shard")
-    device = next(iter(parameters.values())).device
+    _refuse_unsuitable(model, batches)
+    device = next(model.parameters()).device
     chosen = _find_native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
     modules: dict[str, nn.Module] = {}
     shapes: dict = defaultdict(list)  # of a layer's calls
@@ -177,24 +167,42 @@ def advise(
                 _backward(model, batch, loss, device)
         distinct = dict.fromkeys(shape for calls in shapes.values() for shape in calls)
         ms = _times(distinct, chosen, device)
+    if not shapes:
+        raise ValueError("no linear layer was called and got a gradient")
     work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items()}
     rows = []
-    for recipe in chosen:
-        for name in filter(work.__contains__, modules):
-            row = {"recipe": recipe.name, "layer": name, "share": work[name] / sum(work.values())}
-            for key, case in (("ms_16bit", RECIPES["high"]), ("ms", recipe)):
-                times = [ms[shape, case] for shape in shapes[name]] if ms else []
-                row[key] = sum(times) / len(batches) if ms else None
-            for part in PRODUCTS:
-                found = errors[name, part, getattr(recipe, part)]
-                row[f"{part}_sqnr_db"] = _worst(each["product_sqnr_db"] for each in found)
-                for key in ("underflowed", "peak"):
-                    row[f"{part}_{key}"] = max((each[key] for each in found), default=None)
-            row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
-            rows.append(row)
-    if not rows:
-        raise ValueError("no linear layer was called and got a gradient")
+    for recipe, name in product(chosen, filter(work.__contains__, modules)):
+        row = {"recipe": recipe.name, "layer": name, "share": work[name] / sum(work.values())}
+        for key, case in (("ms_16bit", RECIPES["high"]), ("ms", recipe)):
+            times = [ms[shape, case] for shape in shapes[name]] if ms else []
+            row[key] = sum(times) / len(batches) if ms else None
+        for part in PRODUCTS:
+            row |= _summary(part, errors[name, part, getattr(recipe, part)])
+        row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
+        rows.append(row)
     return Advice(rows)
+
+
+def _refuse_unsuitable(model: nn.Module, batches: list) -> None:
+    wrong = [type(b).__name__ for b in batches if not isinstance(b, Tensor | tuple | Mapping)]
+    if wrong or not batches:
+        kind = wrong[0] if wrong else "an empty list"
+        raise ValueError(f"inputs: {kind}; must be a tensor, a tuple, a dict or a list of these")
+    parameters = dict(model.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        raise ValueError("no parameter of the model requires a gradient, as in training")
+    sharded = [name for name, p in parameters.items() if type(p).__name__ == "DTensor"]
+    if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
+        what = f"{sharded[0]} is sharded" if sharded else "the model is in DDP"
+        raise ValueError(f"{what}: call advise before DistributedDataParallel and fully_shard")
+
+
+def _summary(part: str, operands: list[dict]) -> dict:
+    """The worst of all calls and both operands of a product; None without any."""
+    worst = {f"{part}_sqnr_db": _worst(row["product_sqnr_db"] for row in operands)}
+    for key in ("underflowed", "peak"):
+        worst[f"{part}_{key}"] = max((row[key] for row in operands), default=None)
+    return worst
 
 
 def verdict(row: dict, min_sqnr_db: float) -> tuple[str, str]:

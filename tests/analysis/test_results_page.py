@@ -294,32 +294,41 @@ def test_messages_at_true_size_are_those_of_the_records(sized):
     assert f"R@1 is {recalls.min():.1f}% to {recalls.max():.1f}% in all" in PAGE
 
 
-@pytest.mark.slow
-def test_learning_rates_at_true_size_are_those_of_the_records(everything):
+@pytest.fixture(scope="module")
+def rates(everything):
+    """Seed 1 of ViT-H/14 by recipe and learning rate: scores, excursions and sizes of features."""
     at = everything.summaries
     studies = at["experiment"].isin(["lr_map", "weight_gradient"])
     runs = everything.where((at["scale"] == "true_size") & studies & (at["seed"] == 1))
     scored = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
     heads = runs.runs.set_index("run").join(scored[["validation_loss", "recall"]])
     heads = heads[heads["model.name"] == "vit_h14"].reset_index()
-    for at, run in enumerate(heads["run"]):
+    for row, run in enumerate(heads["run"]):
         loss = runs.only(run).metrics.set_index("step")["loss"]
         median = loss.rolling(21, center=True).median().loc[101:]
         features = runs.only(run).series(paper.BLOCK.format(LAST["vit_h14"]), "feature_mean")
-        heads.loc[at, "excursion"] = (median - median.cummin()).max()
-        heads.loc[at, ["early", "end"]] = features[300], features.iloc[-1]
-        heads.loc[at, "at_150"] = loss.loc[145:155].median()
+        heads.loc[row, "excursion"] = (median - median.cummin()).max()
+        heads.loc[row, ["early", "end"]] = features[300], features.iloc[-1]
+        heads.loc[row, "at_150"] = loss.loc[145:155].median()
     heads = heads[heads["precision.label"] != "custom"]
-    heads = heads.set_index(["precision.label", "optimizer.lr"])
-    recipes = {naming.precision(name): name for name in heads.index.unique(0)}
+    return heads.set_index(["precision.label", "optimizer.lr"])
+
+
+@pytest.mark.slow
+def test_table_of_learning_rates_is_that_of_the_records(rates):
+    recipes = {naming.precision(name): name for name in rates.index.unique(0)}
     rows = rows_of("| learning rate | recipe (seed 1) |")
     for rate, recipe, *numbers in rows:
-        cells = heads.loc[(recipes[recipe], float(rate)), list(COLUMNS)]
+        cells = rates.loc[(recipes[recipe], float(rate)), list(COLUMNS)]
         assert numbers == list(map(str.format, COLUMNS.values(), cells)), (recipe, rate)
-    assert len(rows) == len(heads) == 18
-    loss, page = heads["validation_loss"].unstack(), words_of("true_size")
+    assert len(rows) == len(rates) == 18
+
+
+@pytest.mark.slow
+def test_sentences_on_learning_rates_are_those_of_the_records(rates):
+    loss, page = rates["validation_loss"].unstack(), words_of("true_size")
     assert (loss.idxmin(axis=1) == 3.5e-4).all()
-    assert (heads["recall"].unstack().idxmax(axis=1) == 2.5e-4).all()
+    assert (rates["recall"].unstack().idxmax(axis=1) == 2.5e-4).all()
     change = (loss / loss.loc["bf16"] - 1).loc[["switchback", "hw_fp8_tensorwise", "llm_int8"]]
     for numbers in map(pd.Series.dropna, map(change.loc.__getitem__, change.index)):
         texts = [f"{number:+.1%}" for number in numbers]
@@ -329,9 +338,9 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     above = loss - loss.loc["bf16"].min()
     assert (above.loc[:, :5e-4] <= 0.1).all(axis=None)
     assert above.loc[:, 7e-4:].stack().dropna().between(0.1, 1).all()
-    bf16, *others = heads["excursion"].unstack()[1e-3].sort_values()
+    bf16, *others = rates["excursion"].unstack()[1e-3].sort_values()
     assert f"is {bf16:.2f} nats, of the others {others[0]:.2f} to {others[-1]:.2f}" in page
-    early, end = (heads[name].unstack() for name in ("early", "end"))
+    early, end = (rates[name].unstack() for name in ("early", "end"))
     early = early / early.loc["bf16"]
     of_llm = early.loc["llm_int8", :5e-4]
     assert f"has {of_llm.min():.1f} to {of_llm.max():.1f} times the features" in page
@@ -347,7 +356,7 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     switchback = end.loc["switchback"] / end.loc["bf16"]
     low, high = switchback[:7e-4].min(), switchback[:7e-4].max()
     assert f"int8 {low:.2f} to {high:.2f} up to 7e-4 and {switchback[1e-3]:.2f} at 1e-3" in page
-    at_150 = heads["at_150"].unstack()
+    at_150 = rates["at_150"].unstack()
     low, high = at_150.loc[:, :3.5e-4].stack().agg(["min", "max"])
     assert (
         f"step 150 (median of 11 steps) is {low:.1f} to {high:.1f} at the two lowest rates" in page
@@ -355,7 +364,7 @@ def test_learning_rates_at_true_size_are_those_of_the_records(everything):
     (at_7e_4,) = {f"{value:.1f}" for value in at_150[7e-4].dropna()}
     assert f"{at_7e_4} at 7e-4" in page
     assert f"{at_150[1e-3].min():.1f} to {at_150[1e-3].max():.1f} at 1e-3" in page
-    bf16 = heads["recall"].loc["bf16"]
+    bf16 = rates["recall"].loc["bf16"]
     assert f"reaches {bf16[2.5e-4]:.1f}% instead of {bf16[5e-4]:.1f}% at half its rate" in PAGE
     assert f"and {change.loc['switchback', 3.5e-4]:.1%} above it at 3.5e-4" in PAGE
 
