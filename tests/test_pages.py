@@ -20,7 +20,7 @@ from pyarrow import parquet
 from analysis.bench import load_lines
 from analysis.run_files import flatten
 from experiments.sweep import SweepConfig
-from lowprec.config.compose import CONF, defaults
+from lowprec.config.compose import CONF, defaults, explain
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
 
@@ -163,6 +163,11 @@ def test_every_key_of_a_page_is_one_of_the_schema():
         for key in keys:
             known = key in KEYS or key in GROUPS or key in values
             assert known or key.startswith(("hydra.", "torch.")), (page, key)
+
+
+def test_the_list_of_keys_is_the_help_of_the_command():
+    page = (ROOT / "experiments" / "KEYS.md").read_text()
+    assert f"```\n{explain('train', Config)}\n```\n" in page  # paste it after a change of a key
 
 
 def files_of(group: str) -> set[str]:

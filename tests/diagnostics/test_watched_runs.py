@@ -221,13 +221,22 @@ def test_a_callback_watches_lightning(tmp_path, accumulated):
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own
-def test_an_accelerated_loop_is_watched(tmp_path, monkeypatch):
-    pytest.importorskip("accelerate")
-    monkeypatch.chdir(tmp_path)
+def test_an_accelerated_loop_is_watched(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
     model = nn.Linear(8, 1)
     loader = torch.utils.data.DataLoader(torch.randn(32, 8), 4)
-    names = example("Accelerator", model=model, loader=loader,
-                    optimizer=torch.optim.AdamW(model.parameters()))  # fmt: skip
-    assert names["monitor"].step == 4
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    monitor = watch(model, optimizer)
+    for x in loader:
+        with accelerator.accumulate(model):
+            loss = model(x).square().mean()
+            monitor.loss(loss)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    monitor.save(tmp_path / "accelerated")
+    assert monitor.step == 4
     metrics = load_runs(tmp_path).metrics
     assert len(metrics) == 4 and metrics["loss"].notna().all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lowprec.clip import open_clip
+from lowprec.nn import SwitchBackLinear, apply_recipe
 
 README = Path(__file__).parents[2] / "lowprec" / "nn" / "README.md"
 
@@ -27,4 +28,16 @@ def test_open_clip_examples_run(monkeypatch):
         assert f"```\n{printed.getvalue()}" in text
         recipes = [getattr(m, "recipe", None) for m in names["model"].modules()]
         counts.append(sum(recipe is not None and recipe.name == "switchback" for recipe in recipes))
-    assert counts == [36, 24, 0, 72]
+    assert counts == [36, 24, 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_open_clips_replace_linear_takes_our_layer():
+    create = partial(open_clip.create_model, "ViT-B-32", load_weights=False, device="meta")
+    with torch.device("meta"):
+        model = open_clip.utils.replace_linear(create(), SwitchBackLinear)
+        layers = [name for name, m in model.named_modules() if isinstance(m, SwitchBackLinear)]
+        assert len(layers) == 48 and {n.rpartition(".")[2] for n in layers} == {"c_fc", "c_proj"}
+        apply_recipe(model, "switchback")
+    recipes = [getattr(m, "recipe", None) for m in model.modules()]
+    assert sum(recipe is not None and recipe.name == "switchback" for recipe in recipes) == 72
