@@ -1,4 +1,4 @@
-"""Small models of open_clip, timm, torchvision, transformers and torch alone, in one table."""
+"""Small models of open_clip, timm, transformers and torch alone, in one table."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -65,12 +65,6 @@ def clip_with_trunk():
 
 def by_name(name, **sizes):
     return lambda: timm.create_model(name, img_size=32, **(sizes or SMALL))
-
-
-def swin():
-    from torchvision.models import SwinTransformer
-
-    return SwinTransformer([4, 4], 32, [2], [2], [4, 4])
 
 
 def transformers_clip():
@@ -218,16 +212,6 @@ MODELS = {
         "mlp.fc1 mlp.fc2",
     ),
     "timm beit": Model(by_name("beit_base_patch16_224"), VIT_LAYERS, "attn.qkv"),
-    "timm swinv2": Model(
-        by_name(
-            "swinv2_tiny_window8_256", embed_dim=32, num_heads=(2,), depths=(1,), window_size=4
-        ),
-        VIT_LAYERS, "attn.qkv",
-    ),
-    "torchvision swin": Model(
-        swin, "attn.qkv attn.proj mlp.0 mlp.3", "attn.qkv attn.proj",
-        where=["qkv", "attn.proj", "mlp.*"],
-    ),
     "transformers clip": Model(
         transformers_clip, "q_proj k_proj v_proj out_proj mlp.fc1 mlp.fc2",
         blocks=4, inputs=tokens_and_images, loss=own_loss,

@@ -103,12 +103,10 @@ def test_a_row_for_each_recipe_and_layer_counts_all_calls_and_takes_the_worst(mo
     [
         (row(), ("gain", "1.000 ms")),
         (row(ms=2.5, output=3.0), ("loses time", "0.500 ms")),
-        (row(ms=2.0), ("loses time", "0.000 ms")),
         (row(grad_input=19.9), ("noisy", "grad_input 19.9 dB")),
         (row(grad_weight=math.nan, output=3.0), ("noisy", "grad_weight nan dB")),
         (row(output=20.0), ("gain", "1.000 ms")),
         (row(ms=None, grad_weight=math.inf), ("not timed", "grad_input 40.0 dB")),
-        (row(ms=None, output=5.0), ("noisy", "output 5.0 dB")),
     ],
 )
 def test_verdicts(of, expected):
@@ -186,8 +184,6 @@ BUFFERS = {  # what a forward may do to a buffer n
     "reassigns": lambda m: setattr(m, "n", m.n + 1),
     "resizes": lambda m: m.n.resize_(5),
     "registers": lambda m: m.register_buffer("late", torch.ones(2)),
-    "fills": lambda m: setattr(m, "empty", torch.ones(2)),
-    "keeps": lambda m: None,
 }
 
 
@@ -199,11 +195,10 @@ def test_buffers_are_put_back_whatever_a_forward_does_to_them(change):
             return model[1](x)
 
     model = nn.Sequential(Buffers(8, 8), nn.Linear(8, 8))
-    n = torch.zeros(1).expand(3) if change == "keeps" else torch.zeros(3)
+    n = torch.zeros(3)
     model[0].register_buffer("n", n)
-    model[0].register_buffer("empty", None)
     advise(model, batch(), mean_square, recipes="switchback")
-    assert model[0]._buffers == {"n": n, "empty": None} and model[0].n is n
+    assert model[0]._buffers == {"n": n} and model[0].n is n
     assert n.tolist() == [0.0] * 3
 
 
@@ -291,13 +286,10 @@ def test_layers_that_a_forward_calls_have_a_row(name):
     ("change", "message"),
     [
         ({"recipes": ["fp8_rowwise"]}, "'fp8_rowwise' is not native: must be one of switchback, "),
-        ({"recipes": ["swichback"]}, "nearest: switchback"),
         ({"recipes": []}, r"recipes=\[\]: cpu multiplies none of them natively"),
         ({"inputs": 3}, "inputs: int; must be a tensor"),
-        ({"inputs": []}, "inputs: an empty list; must be a tensor"),
         ({"inputs": [torch.ones(6, 8), 3]}, "inputs: int; must be"),
         ({"loss": None}, "the model's output has no loss with a gradient: pass loss="),
-        ({"loss": lambda y: y}, "loss returns no 0-d tensor with a gradient"),
         ({"loss": lambda y: y.sum().detach()}, "loss returns no 0-d tensor with a gradient"),
         ({"model": nn.Conv1d(6, 6, 1)}, "no linear layer was called and got a gradient"),
     ],

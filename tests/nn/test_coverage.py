@@ -8,17 +8,10 @@ import torch
 from torch import nn
 
 from lowprec.clip import open_clip
-from lowprec.nn import apply_recipe, prepare_for_training
+from lowprec.nn import apply_recipe
 from lowprec.nn.inference import to_int8
 from lowprec.nn.replace import NoLayerError
-from tests.nn.models import MODELS, with_subclass_weight
-
-
-def test_modules_may_have_settings_of_their_own():
-    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8)))
-    model.settings = {"depth": 1}
-    assert apply_recipe(model, "switchback").num_quantized == 1
-    model(torch.randn(2, 8))
+from tests.nn.models import with_subclass_weight
 
 
 def flags(module):
@@ -75,34 +68,12 @@ def test_report_names_products_outside_of_linear_layers_and_their_share():
     model.config = SimpleNamespace(num_experts_per_tok=2)  # 64 * 64 of 5 * 2,048
     model[1].forward = lambda x: x
     report = apply_recipe(model, "switchback", inputs=(inputs,))
-    assert repr(report).splitlines() == [
-        "switchback: 1 of 1 linear layers, 40% of the multiply-adds per token",
-        "  the model: 1 block",
-        "    switchback: c_fc",
-        "    16 bit, no nn.Linear, 60% of the multiply-adds per token: c_proj, experts.up_proj",
-    ]
+    assert report.share == pytest.approx(0.4)
+    assert "60% of the multiply-adds per token: c_proj, experts.up_proj" in repr(report)
     model.config = None  # a token may meet all four
     assert apply_recipe(model, "switchback", inputs=(inputs,)).share == pytest.approx(1 / 3)
     with pytest.raises(NoLayerError, match=r"0\.c_proj and 1 more are no nn.Linear$"):
         apply_recipe(model, "switchback", ["c_proj"])
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_layers_whose_call_nothing_has_shown_are_unchecked(compile, graphs):
-    row = MODELS["timm beit"]
-    for inputs in (None, row.inputs()):
-        model = row.build()
-        options = {"inputs": inputs, "compile": compile, "skip_slow": False}
-        treatments = prepare_for_training(model, "switchback", **options).treatments
-        of_qkv, of_proj, of_mlp = (
-            treatments[f"blocks.0.{name}"] for name in ("attn.qkv", "attn.proj", "mlp.fc1")
-        )
-        assert of_mlp == "switchback, fused with GELU"
-        if inputs is None:
-            assert of_qkv == of_proj == "switchback, unchecked without `inputs`"
-        else:
-            assert of_proj == "switchback"
-            assert of_qkv == "16 bit, because the forward pass does not call them"
 
 
 def test_report_counts_layers_under_any_recipe():

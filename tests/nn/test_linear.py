@@ -238,16 +238,10 @@ def test_layer_compiles_once_to_one_graph(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@all_recipes
-def test_inductor_code_has_the_same_gradients(name):
-    assert_compiled_as_eager(make(name)[0], [TOKENS] * 3, "inductor")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize(
     ("name", "rows", "shape", "threshold"),
     [
+        *((name, [TOKENS] * 3, (IN, OUT), 0.0) for name in RECIPES),
         # Inductor wrote slices of 8-bit tiles wrongly on a CPU, or raised AssertionError
         ("hw_fp8_blockwise", [231], (203, 320), 0.0),
         # for up to 128 rows of a dynamic number, hw_fp8_blockwise had given NaN
@@ -255,9 +249,7 @@ def test_inductor_code_has_the_same_gradients(name):
         ("llm_int8", [33, 64, 130], (IN, OUT), 2.0),
     ],
 )
-def test_inductor_code_of_several_tiles_and_dynamic_sizes_equals_eager(
-    name, rows, shape, threshold
-):
+def test_inductor_code_equals_eager(name, rows, shape, threshold):
     layer = LowPrecisionLinear(*shape, recipe=name, outlier_threshold=threshold)
     assert_compiled_as_eager(layer, rows, "inductor", dynamic=len(rows) > 1 or None)
 

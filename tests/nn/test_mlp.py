@@ -50,11 +50,6 @@ class Tripled(nn.Identity):
         return 3 * x
 
 
-class OwnGELU(nn.GELU):
-    def forward(self, x):
-        return 1.7 * super().forward(x)
-
-
 class OwnActivation(nn.Module):
     act = staticmethod(nn.functional.gelu)
 
@@ -78,7 +73,6 @@ def patched():
     [
         lambda: mlp_of(nn.GELU(approximate="tanh")),
         lambda: mlp_of(open_clip.transformer.QuickGELU()),
-        lambda: mlp_of(OwnGELU()),
         lambda: mlp_of(OwnActivation()),
         lambda: mlp_of(None, Tripled()),
         lambda: mlp_of(None, nn.Dropout(0.1)),

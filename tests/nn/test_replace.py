@@ -1,6 +1,7 @@
 """Replacing the layers of a model: what is replaced, refused or left alone; the fused MLP."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 from lowprec.clip import open_clip
-from lowprec.nn import SwitchBackLinear, apply_recipe, prepare_for_training
+from lowprec.nn import SwitchBackLinear, apply_recipe
 from lowprec.nn.attention import Attention
 from lowprec.nn.recipe import RECIPES, gains_speed
 from lowprec.nn.replace import NoLayerError, replace_attention
@@ -82,11 +83,6 @@ def test_a_filter_of_module_and_name_chooses_layers():
     assert len(seen) == 4 and seen["block.attn.in_proj"] is nn.MultiheadAttention
     with pytest.raises(NoLayerError, match="^no linear layer matches the filter; the model has: "):
         apply_recipe(model, "switchback", lambda module, name: False)
-    prepared = prepare_for_training(
-        model, "high", lambda module, name: "mlp" in name, compile=False
-    )
-    assert [layer.name for layer in prepared] == ["block.mlp.c_fc", "block.mlp.c_proj"]
-    assert model.block.attn.in_proj_settings is not None
 
 
 def test_high_makes_layers_linear_again():
@@ -163,26 +159,11 @@ def test_pattern_without_match_is_refused_and_changes_nothing(earlier):
 
 def test_layer_that_its_owner_never_calls_is_ignored():
     model = nn.TransformerEncoderLayer(64, 4, batch_first=True)  # has dropout: not replaceable
-    with pytest.raises(ValueError, match="no linear layer matches out_proj") as refused:
+    suggested = '; for example where=["linear1", "linear2"]'
+    with pytest.raises(NoLayerError, match=f"matches out_proj; .*{re.escape(suggested)}$"):
         apply_recipe(model, "switchback", ["out_proj"])
-    assert str(refused.value).endswith('; for example where=["linear1", "linear2"]')
     report = str(apply_recipe(model, "switchback", ["linear1"])).splitlines()
     assert "    16 bit, not supported: self_attn, self_attn.out_proj" in report
-    assert "    16 bit, not in `where`: linear2" in report
-
-
-def test_error_suggests_layers_of_blocks_that_can_be_replaced_nearest_first():
-    def layer(**layers):
-        return nn.ModuleDict(layers)
-
-    blocks = [layer(proj=nn.Linear(4, 4), fc1=nn.Linear(4, 4), lora_A=nn.Linear(4, 4))]
-    model = layer(blocks=nn.ModuleList(blocks), head=nn.Linear(4, 2))
-    with pytest.raises(NoLayerError) as refused:
-        apply_recipe(model, "switchback", ["fc2"])
-    assert str(refused.value) == (
-        "no linear layer matches fc2; the model has: blocks.*.proj, blocks.*.fc1, head; "
-        'for example where=["fc1", "proj"]'
-    )
 
 
 class Scaled(nn.Linear):
@@ -253,12 +234,6 @@ def test_apply_recipe_keeps_removable_hooks():
     assert not called
 
 
-def encoder():
-    return nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True), 1
-    )
-
-
 def cross_attending():
     return open_clip.transformer.ResidualAttentionBlock(64, 2, is_cross_attention=True)
 
@@ -277,7 +252,6 @@ class ResidualAttentionBlock(nn.Module):
 @pytest.mark.parametrize(
     ("build", "inputs", "where"),
     [
-        (encoder, [(2, 5, 64)], ["linear1"]),
         (ResidualAttentionBlock, [(2, 5, 64)], ["c_fc"]),
         (cross_attending, [(2, 5, 64), (2, 7, 64), (2, 7, 64)], ["c_fc"]),
     ],
