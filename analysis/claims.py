@@ -25,22 +25,21 @@ from analysis import (
 from analysis.evidence import (
     HIGHEST,
     LARGE,
+    MINI,
     NO_RUNS,
     NOT,
     REPRODUCED,
     SPIKES,
+    TIMES,
+    TRUE_SIZE,
     UNDECIDED,
     Evidence,
     Finding,
-    equal,
-    larger,
 )
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
 from lowprec.runs import durable
 
-TRUE_SIZE, MINI = "true size", "mini"  # columns of the table of verdicts
-AT_SIZE = {"column": TRUE_SIZE}
 VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
 STATEMENTS = {
     "C1": "SwitchBack int8 matches bf16 and beats LLM.int8()",
@@ -63,8 +62,8 @@ class Claim:
     """A statement, the paper's number, a margin and the judge.
 
     `margin` puts into words the numbers in `analysis/evidence.py` that the judge applies. `short`
-    names what the row decides in the table of verdicts, which leaves out rows without it; there, it
-    stands in `column`.
+    names what the row decides in the table of verdicts, which leaves out rows without it. The judge
+    sees the runs at `scale`.
     """
 
     number: str
@@ -73,16 +72,17 @@ class Claim:
     margin: str
     judge: Callable[..., Finding]
     short: str = ""
-    column: str = MINI
+    scale: str = MINI
 
 
 SIZES = ("accuracy_vs_size", "loss_curves")
 ONE_PRODUCT = ("one_product", "accuracy_vs_size")  # the second has bf16
 CLIPPING = ("stability", "update_clipping")
 OF_BETA2 = (*CLIPPING, "rms_and_loss", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
-PRECISION = partial(judges.accuracy, varied="precision.label", studies=SIZES)
-OPTIMIZERS = partial(judges.accuracy, varied="optimizer.name", studies=CLIPPING)
-BETA2 = partial(judges.accuracy, varied="optimizer.beta2", studies=CLIPPING)
+SAME = partial(judges.same, varied="precision.label", studies=SIZES)
+PRECISION = partial(judges.higher, varied="precision.label", studies=SIZES)
+OPTIMIZERS = partial(judges.higher, varied="optimizer.name", studies=CLIPPING)
+BETA2 = partial(judges.higher, varied="optimizer.beta2", studies=CLIPPING)
 FEWER = spike_judges.fewer
 STABLE = partial(
     FEWER,
@@ -143,63 +143,63 @@ ALONE = {  # what only the weight gradient in int8 costs: the runs compared with
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy, mini scale",
           f"within {paper.EQUAL:g} point; {_papers('switchback')}", MATCHES,
-          partial(PRECISION, one="switchback", other="bf16", rule=equal),
+          partial(SAME, one="switchback", other="bf16"),
           short="equal to bf16"),
     Claim("C1", "SwitchBack int8 matches bf16's validation loss, true size",
           f"accuracy within {paper.EQUAL:g} point; {_papers('switchback')}",
           f"loss within +-{size_judges.MARGIN:g}%: {_TESTED}",
           partial(size_judges.compare, one="switchback", other="bf16", how=size_judges.EQUAL),
-          short="equal to bf16", **AT_SIZE),
+          short="equal to bf16", scale=TRUE_SIZE),
     Claim("C1", "SwitchBack int8 beats LLM.int8() training, mini scale",
           f"{_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}", ABOVE_0,
-          partial(PRECISION, one="switchback", other="llm_int8", rule=larger),
+          partial(PRECISION, one="switchback", other="llm_int8"),
           short="above LLM.int8()"),
     Claim("C1", "SwitchBack int8 has a lower validation loss than LLM.int8(), true size",
           f"accuracy {_H14['switchback'] - _H14['llm_int8']:+.1f} points {BY_EYE}",
           f"above 0: {_TESTED}", partial(_SIZE, one="llm_int8", other="switchback"),
-          short="above LLM.int8()", **AT_SIZE),
+          short="above LLM.int8()", scale=TRUE_SIZE),
     Claim("C2", "LLM.int8() training loses accuracy, mini scale", _papers("llm_int8"),
           "interval of bf16's accuracy minus LLM.int8()'s above 0",
-          partial(PRECISION, one="bf16", other="llm_int8", rule=larger),
+          partial(PRECISION, one="bf16", other="llm_int8"),
           short="loses accuracy"),
     Claim("C2", "LLM.int8() has a higher validation loss than bf16, true size",
           _papers("llm_int8"), f"above 0: {_TESTED}",
-          partial(_SIZE, one="llm_int8", other="bf16"), short="loses accuracy", **AT_SIZE),
+          partial(_SIZE, one="llm_int8", other="bf16"), short="loses accuracy", scale=TRUE_SIZE),
     Claim("C2", "LLM.int8() training loses more accuracy at larger models, mini scale",
           _papers("llm_int8"),
           "interval of the largest model's difference minus the smallest's above 0",
-          partial(PRECISION, one="bf16", other="llm_int8", rule=larger, by_size=True),
+          partial(PRECISION, one="bf16", other="llm_int8", by_size=True),
           short="more in larger models"),
     Claim("C2", "LLM.int8() loses more at larger models, true size", _papers("llm_int8"),
           "one-sided Page test at 5% over three sizes, within seeds", size_judges.penalty_by_size,
-          short="more in larger models", **AT_SIZE),
+          short="more in larger models", scale=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise fails where bf16 trains, true size", _papers("fp8_tensorwise"),
           f"two of two seeds {size_judges.FAILS:g} nat above the best bf16 run",
           partial(size_judges.fails, recipe=size_judges.FP8),
-          short="tensor-wise fails", **AT_SIZE),
+          short="tensor-wise fails", scale=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise matches bf16's validation loss, true size",
           "diverges", f"loss within +-{size_judges.MARGIN:g}%: {_TESTED}",
-          partial(size_judges.compare, one=size_judges.FP8, other="bf16", how=size_judges.EQUAL)),
+          partial(size_judges.compare, one=size_judges.FP8, other="bf16", how=size_judges.EQUAL),
+          scale=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
           "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
-          partial(PRECISION, one="bf16", other="fp8_tensorwise", rule=larger,
+          partial(PRECISION, one="bf16", other="fp8_tensorwise",
                   studies=(*SIZES, "fp8_fixes")),
           short="tensor-wise fails"),  # which has a larger model
     Claim("C3", "SwitchBack fp8 matches bf16's accuracy, mini scale", "about equal", MATCHES,
-          partial(PRECISION, one="fp8_switchback", other="bf16", rule=equal, studies=SIZES[::-1]),
+          partial(SAME, one="fp8_switchback", other="bf16", studies=SIZES[::-1]),
           short="SwitchBack fp8 equal"),  # whose miniature has it, too
     Claim("C5", "E[abs(x_k)] grows with depth and training", "no number",
           "both ratios above 1 in every run, two seeds", judges.features,
           short="growth"),
     Claim("C5", "E[abs(x_k)] grows with depth and training, true size", "no number",
           "both ratios above 1 in every run, two seeds",
-          partial(judges.features, study="weight_gradient", scale=size_judges.SCALE),
-          short="growth", **AT_SIZE),
+          partial(judges.features, studies=("weight_gradient",)),
+          short="growth", scale=TRUE_SIZE),
     Claim("C5", "zero-init layer-scale stops the growth with training, true size", "no number",
           "less growth with training than in any run without it, two seeds",
-          partial(judges.features, stopped="training", study="interventions",
-                  scale=size_judges.SCALE),
-          short="zero-init and training", **AT_SIZE),
+          partial(judges.features, stopped="training", studies=("interventions",)),
+          short="zero-init and training", scale=TRUE_SIZE),
     *(Claim("C5", f"zero-init layer-scale stops the growth with {what}", "no number",
             f"less growth with {what}{measures} than in any run without it, two seeds",
             partial(judges.features, stopped=what), short=f"zero-init and {what}")
@@ -207,47 +207,47 @@ CLAIMS = (
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
           "variance proportional to K",
           f"exponent at least 1, less a tolerance of {evidence.SLOPE:g}; a check, no verdict",
-          judges.noise),
+          judges.noise, scale=TIMES),
     Claim("C6", "the weight gradient must stay in 16 bits: SwitchBackQ is more accurate than "
           "LLM.int8(), which differs only in that product, mini scale", "no number", ABOVE_0,
-          partial(PRECISION, one="switchback_q", other="llm_int8", rule=larger,
+          partial(PRECISION, one="switchback_q", other="llm_int8",
                   studies=("weight_gradient",)),
           short="weight gradient costs most"),
     Claim("C6", "the weight gradient alone in int8 raises the validation loss, true size",
           "no number", "above 0: one-sided t test at 5%",
           partial(_SIZE, one=size_judges.INT8_GRADIENT, other="bf16"),
-          short="weight gradient costs most", **AT_SIZE),
+          short="weight gradient costs most", scale=TRUE_SIZE),
     *(Claim("C6", f"the weight gradient {text}, mini scale", "no number", margin,
-            partial(PRECISION, one=one, other="grad_weight int8", rule=larger,
+            partial(PRECISION, one=one, other="grad_weight int8",
                     studies=ONE_PRODUCT),
             short="weight gradient costs most")
       for text, (one, margin) in ALONE.items()),
     Claim("C7", "SwitchBack is faster end to end for ViT-H/14 than nn.Linear in the same model",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback"),
-          short="forward and backward", column=TRUE_SIZE),
+          short="forward and backward", scale=TIMES),
     Claim("C7", "the same for whole training steps, with data, optimizer and record",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="high", case="switchback", slug="step"),
-          short="whole steps", column=TRUE_SIZE),
+          short="whole steps", scale=TIMES),
     Claim("C7", "the same, compared with linear layers as an autograd function (algorithm 5)",
           _SAVES, f"{_LOW:g}% or more at every shape",
           partial(judges.end_to_end, baseline="autograd_high", case="switchback"),
-          short="forward and backward", column=TRUE_SIZE),
+          short="forward and backward", scale=TIMES),
     Claim("C7", "the same, compared with open_clip's model, the faster of eager and compiled",
           _SAVES, f"{_LOW:g}% or more at every shape",
-          partial(judges.end_to_end, baseline="open_clip", case="switchback")),
+          partial(judges.end_to_end, baseline="open_clip", case="switchback"), scale=TIMES),
     Claim("C7", "quantization is a small share of a layer's time, and a smaller one at larger dim",
           f"less than about {paper.LARGEST_SHARE:g}% of the time",
           f"at most {paper.LARGEST_TIMED_SHARE:g}%, the largest share in the paper's own timings, "
           f"falling with dim; until 2026-11-26 at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, "
           "which those timings exceed",
           judges.quantize_share,
-          short="share of quantization", column=TRUE_SIZE),
+          short="share of quantization", scale=TIMES),
     Claim("C8", "LLM.int8() gives no speed-up for ViT-H/14", "none",
           f"saves at most {evidence.NO_GAIN:g}% of the time of algorithm 5",
           partial(judges.end_to_end, baseline="autograd_high", case="llm_int8"),
-          short="no time saved", column=TRUE_SIZE),
+          short="no time saved", scale=TIMES),
     *(Claim("C9", f"{subject} grow{'s' * (value == HIGHEST)} with {cause}{more}", "no number",
             TREND, partial(spike_judges.trend, cause=cause, causes=CAUSES, value=value),
             short=cause.removeprefix("the ") if value == SPIKES else "")
@@ -272,7 +272,7 @@ CLAIMS = (
           partial(STABLE, value=HIGHEST)),
     Claim("C11", "StableAdamW beats gradient clipping at beta2 0.99, mini scale",
           f"{_ACC['stable_adamw'][0.99] - _ACC['adamw_clip'][0.99]:+.1f} points {BY_EYE}", ABOVE_0,
-          partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip", rule=larger,
+          partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip",
                   only={"optimizer.beta2": 0.99}),
           short="beats clipping"),
     Claim("C11", "a lower beta2 also removes spikes", "none",
@@ -281,7 +281,7 @@ CLAIMS = (
           short="lower beta2 removes"),
     Claim("C11", "a beta2 that is too low costs accuracy, mini scale",
           f"0.9 minus 0.5: {_ACC['adamw'][0.9] - _ACC['adamw'][0.5]:+.1f} points {BY_EYE}", ABOVE_0,
-          partial(BETA2, one=0.9, other=0.5, rule=larger, only={"optimizer.name": "adamw"}),
+          partial(BETA2, one=0.9, other=0.5, only={"optimizer.name": "adamw"}),
           short="too low costs"),
     Claim("C12", "a dynamic loss scale falls at spikes", "no number",
           "share of falls at loss spikes: interval above chance", spike_judges.scale_falls,
@@ -341,23 +341,22 @@ def main(arguments: list[str]) -> int:
 def judge(claim: Claim, records: Evidence) -> Finding:
     """Returns the claim's finding; without evidence, it names the command to run."""
     try:
-        return claim.judge(records)
+        return claim.judge(records.at(claim.scale))
     except NoRunsError as error:
         return Finding("", NO_RUNS, str(error))
 
 
 def summary(rows: list[tuple[Claim, Finding]]) -> str:
     """Returns a table in Markdown with a row for each of C1 to C12, and a column for each size."""
-    lines = [f"| | the paper's claim | {TRUE_SIZE} | {MINI} |", "|---|---|---|---|"]
+    lines = ["| | the paper's claim | true size | mini |", "|---|---|---|---|"]
     for number, statement in STATEMENTS.items():
-        cells = {TRUE_SIZE: {}, MINI: {}}
+        large, mini = {}, {}  # verdicts by what they decide
         for claim, finding in rows:
             if claim.number == number and claim.short:
-                of_cell = cells[claim.column].setdefault(claim.short, [])
-                of_cell.append(finding.verdict.partition(" at ")[0])
-        in_short = [_in_short(each) for each in cells.values()]
-        mini = in_short[1] if cells[MINI] else "-"
-        lines.append(f"| {number} | {statement} | {in_short[0]} | {mini} |")
+                cell = mini if claim.scale == MINI else large
+                cell.setdefault(claim.short, []).append(finding.verdict.partition(" at ")[0])
+        cells = _in_short(large), _in_short(mini) if mini else "-"
+        lines.append(f"| {number} | {statement} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,6 @@
 """Evidence for claims: runs and benchmark lines, intervals over seeds, and rules for verdicts."""
 
-import functools
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +19,10 @@ from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
 NO_VERDICT = "no verdict"  # a check that the paper's claim does not hang on
-SCALE = "mini"  # of the runs that are judged, unless a claim names another
+MINI, TRUE_SIZE, TIMES = "mini", "true_size", ""  # scales of runs; benchmark lines have none
+AT = {MINI: " at mini scale", TRUE_SIZE: " at true size", TIMES: ""}  # ends of a verdict
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
-ALPHA = 0.05  # of tests for trends, after Holm's correction
+ALPHA = 0.05  # of tests, after Holm's correction
 WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
@@ -69,67 +70,73 @@ class Sample:
 
 
 class Evidence:
-    """The runs and benchmark lines at or below some folders; a copied run counts once."""
+    """The runs and benchmark lines at or below some folders; a copied run counts once.
 
-    def __init__(self, roots: list[Path | str]):
-        self.roots, self.files, self.counts = roots, {}, {}  # read and counted once, by path
+    Runs are those of one `scale` that ended; `at` is the evidence of another one. A method raises
+    NoRunsError, which names the command, if there are none.
+    """
+
+    def __init__(self, roots: list[Path | str], scale: str = MINI):
+        self.roots, self.scale = roots, scale
+        self.files, self.known = {}, {}  # read once: by path, and by studies and scale or by path
         tables = [load_all(root).summaries for root in roots]
-        tables = [table for table in tables if len(table)] or tables
-        summaries = pd.concat(tables, ignore_index=True)
+        summaries = pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)
         names = summaries["path"].map(lambda path: Path(path).name)
         copies = pd.DataFrame({"name": names, "data": summaries.get("data.digest")}).duplicated()
         summaries = summaries[~copies]
         twice = summaries["run"].duplicated(keep=False)
         self.summaries = summaries.assign(run=summaries["run"].mask(twice, summaries["path"]))
-        self.runs = functools.cache(self._runs)  # runs(studies, scale): read once
-        self.spikes = functools.cache(self._spikes)
 
-    def _runs(self, studies: Sequence[str], scale: str = SCALE) -> Runs:
-        """The runs of some studies that ended, at a scale."""
-        table = self.summaries[self.summaries["state"].isin(ENDED)]
-        part = table[table["experiment"].isin(studies) & (table["scale"] == scale)]
-        if part.empty:
-            raise lacking("", studies, scale)
-        return Runs(part, files=self.files)
+    def at(self, scale: str) -> "Evidence":
+        """The evidence of runs at a scale."""
+        other = copy.copy(self)
+        other.scale = scale
+        return other
 
-    def outcomes(self, studies: Sequence[str], scale: str = SCALE) -> pd.DataFrame:
-        """`Runs.runs` with `accuracy`, `recall`, `validation_loss`, `log_loss` and `loss`.
+    def runs(self, studies: Sequence[str]) -> Runs:
+        """The runs of some studies."""
+        if (key := (studies, self.scale)) not in self.known:
+            table = self.summaries[self.summaries["state"].isin(ENDED)]
+            part = table[table["experiment"].isin(studies) & (table["scale"] == self.scale)]
+            if part.empty:
+                raise self.lacking("", studies)
+            self.known[key] = Runs(part, files=self.files)
+        return self.known[key]
 
-        `accuracy` is zero-shot top-1, `recall` the mean R@1 of both directions, both in % at the
-        last step and 0 if the run diverged; `validation_loss` is that at the last step, or NaN,
-        and `log_loss` its logarithm, infinite if the run diverged; `loss` is the mean training loss
-        of the last 2%. The `precision.label` of a custom recipe names its products.
-        """
-        runs = self.runs(studies, scale)
-        table, losses = measures.with_scores(runs, runs.runs), runs.metrics
-        diverged = table["state"] == "diverged"
-        table.loc[diverged, ["accuracy", "recall"]] = 0.0
-        table["log_loss"] = np.log(table["validation_loss"]).mask(diverged, math.inf)
-        narrow = comparison.narrow_products(table)
-        table["precision.label"] = narrow.where(narrow != "", table["precision.label"])
-        ends = losses["step"] > 0.98 * losses["run"].map(table.set_index("run")["num_steps"])
-        losses = losses[ends].astype({"loss": float}).groupby("run")["loss"].mean()
-        return table.assign(loss=table["run"].map(losses))
-
-    def _spikes(self, studies: Sequence[str]) -> pd.DataFrame:
-        """`Runs.runs` with `count_following` for the patch embedding, by each run's protocol.
-
-        `can_spike`: RMS_t is recorded and can reach the threshold; `highest`: the height of the
-        highest loss spike, 0 without one; LARGE: the number of large ones; columns that end in one
-        of WINDOWS: by that window. `num_same_step`, `num_large_following`, `num_large_same_step`:
-        spikes at the step of an RMS spike, and large ones, also `by_onset`. Runs that agree in
-        every setting and the seed, as when two studies share one, count once.
-        """
+    def outcomes(self, studies: Sequence[str]) -> pd.DataFrame:
+        """`measures.outcomes`; the `precision.label` of a custom recipe names its products."""
         runs = self.runs(studies)
-        rows = []
+        table = measures.outcomes(runs, runs.runs)
+        narrow = comparison.narrow_products(table)
+        labels = narrow.where(narrow != "", table["precision.label"])
+        return table.assign(**{"precision.label": labels})
+
+    def differences(
+        self, varied: str, one: object, other: object, value: str, studies: Sequence[str],
+        only: dict | None = None,
+    ) -> dict[str, pd.Series]:  # fmt: skip
+        """`differences` of outcomes; `only` maps columns to the values that runs must have."""
+        runs = self.outcomes(studies)
+        for column, needed in (only or {}).items():
+            runs = runs[runs[column] == needed]
+        if by_model := differences(runs, varied, one, other, value):
+            return by_model
+        raise self.lacking(f"{one} and {other} with equal settings, seeds and a score", studies)
+
+    def spikes(self, studies: Sequence[str]) -> pd.DataFrame:
+        """`Runs.runs` with `count_spikes`, by each run's protocol.
+
+        Runs that agree in every setting and the seed, as when two studies share one, count once.
+        """
+        runs, rows = self.runs(studies), []
         for head in comparison.distinct(runs.runs).to_dict("records"):
-            if head["path"] not in self.counts:
-                self.counts[head["path"]] = _count_spikes(runs.only(head["run"]), head)
-            rows.append({**head, **self.counts[head["path"]]})
+            if head["path"] not in self.known:
+                self.known[head["path"]] = count_spikes(runs.only(head["run"]), head)
+            rows.append({**head, **self.known[head["path"]]})
         return pd.DataFrame(rows)
 
     def lines(self, slug: str, keys: str = "") -> pd.DataFrame:
-        """The benchmark's lines below all folders; NoRunsError names the command with its keys."""
+        """The benchmark's lines below all folders; the error names the command with its keys."""
         tables, reason = [], ""
         for root in self.roots:
             try:
@@ -140,15 +147,51 @@ class Evidence:
             raise NoRunsError(reason)
         return pd.concat(tables, ignore_index=True)
 
+    def lacking(self, what: str, studies: Sequence[str]) -> NoRunsError:
+        """The error for missing evidence: what is missing, and the command that makes it."""
+        files = {name: EXPERIMENTS / f"{name}_{self.scale}.yaml" for name in studies}
+        name = next((name for name, file in files.items() if file.exists()), studies[0])
+        return NoRunsError(f"{what}{': ' if what else ''}{command(name, self.scale)}")
 
-def _count_spikes(run: Runs, head: dict) -> dict[str, float]:
-    """What `Evidence.spikes` adds to the row `head` of a run."""
+    def verdict(self, holds: bool | None) -> str:
+        """`reproduced at mini scale`; undecided for None."""
+        return UNDECIDED if holds is None else (REPRODUCED if holds else NOT) + AT[self.scale]
+
+    def decide(self, ours: str, holds: bool | None, seeds: int, why: str = "") -> Finding:
+        """A finding: undecided with one seed, and with the reason `why` if `holds` is None."""
+        if seeds < 2:
+            return Finding(ours, UNDECIDED, "one seed")
+        return Finding(ours, self.verdict(holds), why if holds is None else "")
+
+    def larger(self, ours: str, values: pd.Series, unless: str = "") -> Finding:
+        """A mean above 0: the whole interval, or none of it; `unless`: why that is too little."""
+        sample = Sample.of(values)
+        holds = above(sample.low, sample.high, 0.0)
+        why = unless or "the interval contains 0; more seeds are needed"
+        return self.decide(ours, None if holds and unless else holds, sample.num, why)
+
+    def equal(self, ours: str, values: pd.Series, margin: float = MARGIN) -> Finding:
+        """Equivalence (two one-sided tests): the 90% interval within the margin, or outside."""
+        sample = Sample.of(values, TWO_ONE_SIDED)
+        holds = True if -margin <= sample.low and sample.high <= margin else None
+        holds = False if sample.low > margin or sample.high < -margin else holds
+        why = "an interval extends beyond its margin; more seeds are needed"
+        return self.decide(ours, holds, sample.num, why)
+
+
+def count_spikes(run: Runs, head: dict) -> dict[str, float]:
+    """Counts of a run's loss spikes: `count_following` for the patch embedding, and more.
+
+    `can_spike`: RMS_t is recorded and can reach the threshold; `highest`: the height of the highest
+    loss spike, 0 without one; LARGE: the number of large ones; columns that end in one of WINDOWS:
+    by that window. `num_same_step`, `num_large_following`, `num_large_same_step`: spikes at the
+    step of an RMS spike, and large ones, also `by_onset`.
+    """
     protocol = spike_marks.protocol_of_run(head)
     series = spike_marks.read_series(run, spike_marks.TENSOR)
     rms = series.rms_of(spike_marks.TENSOR)
-    can_spike = np.isfinite(rms).any() and series.reaches(protocol)
-    counts = spike_marks.count_following(series, rms, protocol)
-    counts |= _heights(series, protocol)
+    counts = _following_and_heights(series, rms, protocol)
+    counts["can_spike"] = bool(np.isfinite(rms).any() and series.reaches(protocol))
     for side, ending in (("step", ""), ("onset", "_by_onset")):
         near = spike_marks.signed_leads(series, protocol, side)
         large = near[near["is_large"]]
@@ -156,26 +199,19 @@ def _count_spikes(run: Runs, head: dict) -> dict[str, float]:
         counts[f"num_large_same_step{ending}"] = (large["lead"] == 0).sum()
         counts[f"num_large_following{ending}"] = (large["lead"] > 0).sum()
     for window in WINDOWS:
-        windowed = replace(protocol, window=window)
-        other = spike_marks.count_following(series, rms, windowed) | _heights(series, windowed)
-        counts |= {f"{name} {window}": other[name] for name in (SPIKES, FOLLOWING, HIGHEST, LARGE)}
-    return {**counts, "can_spike": bool(can_spike)}
+        windowed = _following_and_heights(series, rms, replace(protocol, window=window))
+        names = SPIKES, FOLLOWING, HIGHEST, LARGE
+        counts |= {f"{name} {window}": windowed[name] for name in names}
+    return counts
 
 
-def _heights(series: spike_marks.Series, protocol: Protocol) -> dict[str, float]:
-    """HIGHEST and LARGE of a run."""
+def _following_and_heights(series: spike_marks.Series, rms: np.ndarray, protocol: Protocol) -> dict:
     heights = spike_marks.spike_table(series, protocol)["height"]
     return {
+        **spike_marks.count_following(series, rms, protocol),
         HIGHEST: heights.max() if len(heights) else 0.0,
         LARGE: (heights > spike_marks.LARGE).sum(),
     }
-
-
-def lacking(what: str, studies: Sequence[str], scale: str = SCALE) -> NoRunsError:
-    """The error for missing evidence: what is missing, and the command that makes it."""
-    existing = [name for name in studies if (EXPERIMENTS / f"{name}_{scale}.yaml").exists()]
-    makes = command((existing or studies)[0], scale)
-    return NoRunsError(f"{what}{': ' if what else ''}{makes}")
 
 
 def share_interval(num: int, total: int) -> tuple[float, float]:
@@ -237,56 +273,6 @@ def holm(p_values: dict[str, float]) -> dict[str, float]:
     return corrected
 
 
-def at_scale(holds: bool, runs: pd.DataFrame | None = None) -> str:
-    """`reproduced` or not, with the scale of the runs, if there are any."""
-    scale = None if runs is None else runs["scale"].iloc[0]
-    at = {None: "", "true_size": " at true size"}.get(scale, f" at {scale} scale")
-    return (REPRODUCED if holds else NOT) + at
-
-
-def decide(
-    ours: str, holds: bool | None, seeds: int, runs: pd.DataFrame | None = None, why: str = ""
-) -> Finding:
-    """A verdict: undecided with one seed, and with the reason `why` if `holds` is None."""
-    if seeds < 2:
-        return Finding(ours, UNDECIDED, "one seed")
-    return Finding(ours, UNDECIDED, why) if holds is None else Finding(ours, at_scale(holds, runs))
-
-
 def above(low: float, high: float, bar: float) -> bool | None:
     """Whether a whole interval lies above `bar` (True), none of it (False), or neither (None)."""
     return True if low > bar else False if high <= bar else None
-
-
-def equal(
-    ours: str, values: pd.Series, runs: pd.DataFrame, losses: pd.Series | None = None
-) -> Finding:
-    """Equivalence (two one-sided tests): every 90% interval within its margin, or one outside.
-
-    `values`: differences of accuracy in points, by seed. `losses`: differences of the validation
-    loss in %, of the seeds that have it, which are given but not judged.
-    """
-    sample = Sample.of(values, TWO_ONE_SIDED)
-    ours = f"{ours}; 90%: {sample}"
-    if losses is not None and len(losses):
-        ours += f"; validation loss, %: {Sample.of(losses, TWO_ONE_SIDED)}"
-    holds = _within(sample, MARGIN)
-    why = "an interval extends beyond its margin; more seeds are needed"
-    return decide(ours, holds, sample.num, runs, why)
-
-
-def _within(sample: Sample, margin: float) -> bool | None:
-    """Whether a whole interval lies within +-margin (True), none of it (False), or neither."""
-    if -margin <= sample.low and sample.high <= margin:
-        return True
-    return False if sample.low > margin or sample.high < -margin else None
-
-
-def larger(ours: str, values: pd.Series, runs: pd.DataFrame, unless: str = "") -> Finding:
-    """A mean above 0: the whole interval, or none of it; `unless`: why that is too little."""
-    sample = Sample.of(values)
-    holds = above(sample.low, sample.high, 0.0)
-    if holds and unless:
-        holds = None
-    why = unless or "the interval contains 0; more seeds are needed"
-    return decide(ours, holds, sample.num, runs, why)

@@ -6,91 +6,99 @@ is 1 / 0.9 = 1.11 times as fast.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from analysis import bench, evidence, measures, naming, paper
+from analysis import bench, measures, naming, paper
 from analysis.comparison import counted
 from analysis.evidence import (
     ABOUT,
     NO_GAIN,
     NO_VERDICT,
     SLOPE,
+    TWO_ONE_SIDED,
     UNDECIDED,
     Evidence,
     Finding,
     Sample,
-    at_scale,
-    decide,
-    lacking,
 )
 from analysis.load import NoRunsError
 
 H14 = paper.ACCURACY_MODEL
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
 H14_WIDTH, BF16 = 1280, "bf16"
+OF_GROWTH = "less growth in absolute terms, not as a ratio, which is one of small numbers"
 
 
-def accuracy(
+def higher(
     records: Evidence,
     varied: str,
     one: object,
     other: object,
-    rule: Callable[..., Finding],
     studies: Sequence[str],
     only: dict | None = None,
     by_size: bool = False,
 ) -> Finding:
-    """Judges the mean R@1 with `varied` at `one` minus that at `other`, paired by seed.
+    """Judges whether the mean R@1 with `varied` at `one` is above that at `other`, by seed.
 
     The largest model is judged. `only` maps columns to the values that runs must have. `by_size`
-    judges the difference for the largest model minus that for the smallest. `equal` also gives the
-    validation loss, relative to that at `other`.
+    judges the difference for the largest model minus that for the smallest.
     """
-    runs = records.outcomes(studies)
-    for column, value in (only or {}).items():
-        runs = runs[runs[column] == value]
-    compared = varied, one, other
-    pairs = evidence.differences(runs, *compared, "recall")
-    sizes = list(pairs)
-    if len(sizes) < 1 + by_size:
-        what = f"{one} and {other} with equal settings, equal seeds and an evaluation"
-        raise lacking(what + (", two sizes" if by_size else ""), studies)
-    ours = "; ".join(f"{naming.model(name)} {Sample.of(values)}" for name, values in pairs.items())
-    ours += " (mean R@1)"
-    largest = pairs[sizes[-1]]
-    if rule is evidence.equal:
-        logs = evidence.differences(runs, *compared, "log_loss")  # given, not judged
-        changes = {name: 100 * np.expm1(log[np.isfinite(log)]) for name, log in logs.items()}
-        change = changes.pop(sizes[-1], None)
-        for name, losses in changes.items():
-            of_loss = Sample.of(losses, evidence.TWO_ONE_SIDED)
-            ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
-        return rule(ours, largest, runs, change)
+    pairs = records.differences(varied, one, other, "recall", studies, only)
+    *_, largest = pairs.values()
     if not by_size:
-        return rule(ours, largest, runs)
-    growth = (largest - pairs[sizes[0]]).dropna()
-    return rule(f"{ours}; largest minus smallest {Sample.of(growth)}", growth, runs)
+        return records.larger(_of_models(pairs), largest)
+    if len(pairs) < 2:
+        raise records.lacking(f"{one} and {other} of two sizes", studies)
+    growth = (largest - next(iter(pairs.values()))).dropna()
+    ours = f"{_of_models(pairs)}; largest minus smallest {Sample.of(growth)}"
+    return records.larger(ours, growth)
+
+
+def same(
+    records: Evidence, varied: str, one: object, other: object, studies: Sequence[str]
+) -> Finding:
+    """Judges whether the mean R@1 with `varied` at both values is equal, in the largest model.
+
+    The validation loss, relative to that at `other`, is given but not judged.
+    """
+    pairs = records.differences(varied, one, other, "recall", studies)
+    logs = records.differences(varied, one, other, "log_loss", studies)
+    *_, model = pairs
+    of_losses = {
+        name: Sample.of(100 * np.expm1(values[np.isfinite(values)]), TWO_ONE_SIDED)
+        for name, values in logs.items()
+    }
+    of_largest = of_losses.pop(model, None)
+    ours = _of_models(pairs)
+    for name, of_loss in of_losses.items():
+        ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
+    ours += f"; 90%: {Sample.of(pairs[model], TWO_ONE_SIDED)}"
+    if of_largest and of_largest.num:
+        ours += f"; validation loss, %: {of_largest}"
+    return records.equal(ours, pairs[model])
+
+
+def _of_models(pairs: dict[str, pd.Series]) -> str:
+    words = (f"{naming.model(name)} {Sample.of(values)}" for name, values in pairs.items())
+    return "; ".join(words) + " (mean R@1)"
 
 
 def features(
-    records: Evidence,
-    stopped: str = "",
-    study: str = "feature_magnitude",
-    scale: str = evidence.SCALE,
+    records: Evidence, stopped: str = "", studies: Sequence[str] = ("feature_magnitude",)
 ) -> Finding:
     """Judges whether E[abs(x_k)] grows with depth and training, or layer-scale stops one of them.
 
-    `stopped`: "depth" or "training". The bf16 runs of the study count.
+    `stopped`: "depth" or "training". The bf16 runs of the studies count.
     """
-    runs = records.runs((study,), scale)
+    runs = records.runs(studies)
     runs = runs.where(runs.summaries["precision.label"] == BF16)
     frame = measures.first_and_last_features(runs, measures.named_heads(runs)).sort_values("block")
     kinds = ("none", "zero_init") if stopped else ("none",)
     if not set(kinds) <= set(frame["intervention"]):
-        raise lacking(f"block statistics with intervention={' and '.join(kinds)}", (study,), scale)
+        raise records.lacking(f"block statistics with intervention={' and '.join(kinds)}", studies)
     by_run = frame.groupby(["intervention", "model", "seed", "run", "at"])["feature_mean"]
     blocks = by_run.agg(first_block="first", last_block="last").unstack("at")
     first, last = blocks["first_block", "last"], blocks["last_block", "last"]
@@ -105,19 +113,17 @@ def features(
         for kind, part in growth.groupby(level=0)
     )
     seeds = growth.reset_index("seed").groupby(level=[0, 1])["seed"].nunique().min()
-    if stopped:
-        less = growth.loc["zero_init"].max() < growth.loc["none"].min()
-        holds = {bool(less[name]) for name in (stopped, *(["by"] if stopped == "depth" else []))}
-        why = "less growth in absolute terms, not as a ratio, which is one of small numbers"
-        if less["depth"]:
-            why = "less growth as a ratio, not in absolute terms"
-        earlier = at_scale(bool(less[stopped]), runs.runs)
-        why += f"; by the ratio alone, the rule until 2026-11-26: {earlier}"
-        return decide(ours, holds.pop() if len(holds) == 1 else None, seeds, runs.runs, why)
-    grows = (growth[["depth", "training"]] > 1).all(axis=1)
-    holds = True if grows.all() else None if grows.any() else False
-    ours += f", both above 1 in {grows.sum()}"
-    return decide(ours, holds, seeds, runs.runs, "both are above 1 in some runs, not in all")
+    if not stopped:
+        grows = (growth[["depth", "training"]] > 1).all(axis=1)
+        holds = True if grows.all() else None if grows.any() else False
+        ours += f", both above 1 in {grows.sum()}"
+        return records.decide(ours, holds, seeds, "both are above 1 in some runs, not in all")
+    less = growth.loc["zero_init"].max() < growth.loc["none"].min()
+    holds = bool(less[stopped])
+    why = "less growth as a ratio, not in absolute terms" if less["depth"] else OF_GROWTH
+    why += f"; by the ratio alone, the rule until 2026-11-26: {records.verdict(holds)}"
+    is_mixed = stopped == "depth" and less["by"] != less["depth"]
+    return records.decide(ours, None if is_mixed else holds, seeds, why)
 
 
 def noise(records: Evidence) -> Finding:
@@ -134,10 +140,9 @@ def noise(records: Evidence) -> Finding:
     ours = "; ".join(f"{case}: K^{slope:.3f}" for case, slope in slopes.items())
     ours += f" (independent random numbers, K from {first:,} to {last:,})"
     if min(slopes.values()) < 1 - SLOPE:
-        return Finding(ours, at_scale(False), "the kernels fail a check that they must pass")
+        return Finding(ours, records.verdict(False), "the kernels fail a check that they must pass")
     why = "independent numbers must do so: a check of the kernels, passed, which decides nothing; "
-    why += f"until 2026-11-26: {at_scale(True)}"
-    return Finding(ours, NO_VERDICT, why)
+    return Finding(ours, NO_VERDICT, f"{why}until 2026-11-26: {records.verdict(True)}")
 
 
 def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model") -> Finding:
@@ -166,9 +171,9 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
         at_case = lines[(lines["case"] == case) & lines["file"].isin(saved.index.unique("file"))]
         why = ", ".join(at_case.get("quantized", pd.Series(dtype=str)).dropna().unique())
         why = f"timed with {why} layers in 8 bits" if why else ""
-        return Finding(ours, at_scale(saved.max() <= NO_GAIN), why)
+        return Finding(ours, records.verdict(saved.max() <= NO_GAIN), why)
     why = "not a baseline of the paper" if baseline == "open_clip" else ""
-    return Finding(ours, at_scale(saved.min() >= paper.END_TO_END[0]), why)
+    return Finding(ours, records.verdict(saved.min() >= paper.END_TO_END[0]), why)
 
 
 def _saved_by_window(lines: pd.DataFrame, at: pd.MultiIndex, case: str, baseline: str) -> list:
@@ -187,16 +192,19 @@ def quantize_share(records: Evidence) -> Finding:
     mine = frame[frame["dim"].isin(paper.DIMS) & (frame["series"] == "int8")].sort_values("dim")
     if mine.empty:
         raise NoRunsError("python -m experiments.benchmarks ops")
-    ours, holds, largest = [], True, mine["value"].max()
-    for tokens, line in mine.groupby("tokens"):
-        first, last = (
+    by_tokens = [(tokens, line) for tokens, line in mine.groupby("tokens")]
+    ours = "; ".join(
+        " to ".join(
             f"{row.value:.1f}% at dim {row.dim:,}" for row in line.iloc[[0, -1]].itertuples()
         )
-        ours.append(f"{first} to {last} ({tokens:,} tokens)")
-        holds &= line["value"].is_monotonic_decreasing
-    ours = f"{'; '.join(ours)}, {bench.devices(frame)}"
+        + f" ({tokens:,} tokens)"
+        for tokens, line in by_tokens
+    )
+    ours += f", {bench.devices(frame)}"
     if len(wide := mine[mine["dim"] == H14_WIDTH]):
         ours += f"; {wide['value'].max():.1f}% at {H14_WIDTH:,}, the width of ViT-H/14"
-    bar = paper.LARGEST_SHARE + ABOUT
-    earlier = f"by the earlier bar of {bar:g}%: {at_scale(bool(holds and largest <= bar))}"
-    return Finding(ours, at_scale(bool(holds and largest <= paper.LARGEST_TIMED_SHARE)), earlier)
+    falls = all(line["value"].is_monotonic_decreasing for _, line in by_tokens)
+    bar, largest = paper.LARGEST_SHARE + ABOUT, mine["value"].max()
+    earlier = f"by the earlier bar of {bar:g}%: {records.verdict(falls and largest <= bar)}"
+    holds = falls and largest <= paper.LARGEST_TIMED_SHARE
+    return Finding(ours, records.verdict(holds), earlier)

@@ -3,8 +3,10 @@
 Figures and verdicts share these measures; nothing here draws.
 """
 
+import math
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
 from analysis import comparison, naming, paper
@@ -131,6 +133,17 @@ def with_scores(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
     scores = {"accuracy": 100 * last[ACCURACY], "recall": recall}
     scores["validation_loss"] = last[VALIDATION_LOSS]
     return heads.assign(**{name: heads["run"].map(scores[name]) for name in scores})
+
+
+def outcomes(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
+    """`with_scores`, and `log_loss`, the logarithm of the validation loss.
+
+    The scores of a diverged run are 0, and its `log_loss` is infinite.
+    """
+    table = with_scores(runs, heads)
+    diverged = table["state"] == "diverged"
+    table.loc[diverged, ["accuracy", "recall"]] = 0.0
+    return table.assign(log_loss=np.log(table["validation_loss"]).mask(diverged, math.inf))
 
 
 def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:

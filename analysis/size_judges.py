@@ -6,26 +6,18 @@ runs is judged.
 
 import contextlib
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from analysis import comparison, evidence, measures, naming
-from analysis.evidence import (
-    ALPHA,
-    TWO_ONE_SIDED,
-    UNDECIDED,
-    Evidence,
-    Finding,
-    Sample,
-    at_scale,
-    decide,
-    lacking,
-)
+from analysis.evidence import ALPHA, TWO_ONE_SIDED, UNDECIDED, Evidence, Finding, Sample
 from analysis.load import NoRunsError
 
-SCALE, RECIPE, LARGEST = "true_size", "precision.label", "vit_h14"
+RECIPE, LARGEST = "precision.label", "vit_h14"
 STUDIES = ("weight_gradient", "lr_map", "accuracy_vs_size")
 OF_WIDTH, WIDTHS = "weight_gradient", ["vit_b14", "vit_l14", "vit_h14"]  # the sizes it names
 FP8, INT8_GRADIENT = "hw_fp8_tensorwise", "grad_weight int8"
@@ -51,7 +43,7 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     no loss, so that its pair decides nothing.
     """
     by_model = changes(records, one, other)
-    model, values = list(by_model.items())[-1]
+    *_, (model, values) = by_model.items()
     ours = "; ".join(f"{naming.model(name)} {_percent(x)}" for name, x in by_model.items())
     ours = f"validation loss, %, 90%: {ours}"
     if diverged := int(np.isinf(values).sum()):
@@ -68,21 +60,17 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     needed = num_seeds(values, how, num_tests)
     why = f"{needed} seeds would decide it" if needed else f"not by {MOST_SEEDS:,} seeds"
     why += " if the difference stays as it is"
-    return decide(ours, holds, len(values), records.outcomes(STUDIES, SCALE), why)
+    return records.decide(ours, holds, len(values), why)
 
 
 def changes(
-    records: Evidence, one: str, other: str, studies: tuple[str, ...] = STUDIES
+    records: Evidence, one: str, other: str, studies: Sequence[str] = STUDIES
 ) -> dict[str, pd.Series]:
     """By model, small to large: log(validation loss with `one` / with `other`), by seed.
 
     It is infinite if one of the two diverged; a seed in which both did is left out.
     """
-    runs = records.outcomes(studies, SCALE)
-    by_model = evidence.differences(runs, RECIPE, one, other, "log_loss")
-    if not by_model:
-        raise lacking(f"{one} and {other} with equal settings and seeds", studies, SCALE)
-    return by_model
+    return records.differences(RECIPE, one, other, "log_loss", studies)
 
 
 def p_value(values: pd.Series, how: str) -> float:
@@ -126,16 +114,16 @@ def penalty_by_size(records: Evidence) -> Finding:
     ours += f"; Page's test p = {p:.2g} ({len(table)} seeds)"
     holds = True if p < ALPHA else False if reverse < ALPHA else None
     why = "all sizes at one learning rate; each size's best rate is not run"
-    return decide(ours, holds, len(table), records.outcomes((OF_WIDTH,), SCALE), why)
+    return records.decide(ours, holds, len(table), why)
 
 
 def outcomes(records: Evidence, recipe: str) -> pd.DataFrame:
-    """For each model and learning rate with both: `bf16` and `recipe`, lists of outcomes by seed.
+    """For each model and learning rate at which bf16 trains: `bf16` and `recipe`, outcomes by seed.
 
     A run "trains", is "degraded" or "fails" by its validation loss above that of the best bf16 run
     whose settings, but for the rate, are its own. Chance is more than FAILS above it.
     """
-    runs = comparison.distinct(records.outcomes((*STUDIES, "interventions"), SCALE))
+    runs = comparison.distinct(records.outcomes((*STUDIES, "interventions")))
     runs = runs[runs["validation_loss"].notna() | (runs["state"] == "diverged")]
     losses = runs["validation_loss"].mask(runs["state"] == "diverged", math.inf)
     same = comparison.signature(runs, RECIPE, "optimizer.lr", seed=False).rename("settings")
@@ -146,8 +134,13 @@ def outcomes(records: Evidence, recipe: str) -> pd.DataFrame:
     by = [size, same, runs["model.name"], runs["optimizer.lr"], runs[RECIPE]]
     table = words.groupby(by).agg(list).unstack().reindex(columns=["bf16", recipe]).dropna()
     if table.empty:
-        raise lacking(f"bf16 and {recipe} at equal rates", STUDIES, SCALE)
-    return table.droplevel(["size", "settings"])
+        raise records.lacking(f"bf16 and {recipe} at equal rates", STUDIES)
+    table = table.droplevel(["size", "settings"])
+    return table[table["bf16"].map(_all_train)]
+
+
+def _all_train(words: list[str]) -> bool:
+    return set(words) == {"trains"}
 
 
 def fails(records: Evidence, recipe: str) -> Finding:
@@ -155,8 +148,7 @@ def fails(records: Evidence, recipe: str) -> Finding:
 
     Both need two seeds.
     """
-    table = outcomes(records, recipe)
-    pairs = table[table["bf16"].map(lambda words: set(words) == {"trains"})]
+    pairs = outcomes(records, recipe)
     ours = "; ".join(
         f"{naming.model(model)} at {lr:g}: {', '.join(words)}"
         for (model, lr), words in pairs[recipe].items()
@@ -165,7 +157,7 @@ def fails(records: Evidence, recipe: str) -> Finding:
     lone = largest[largest.map(len).min(axis=1) < 2]
     failing = largest[recipe].map(lambda words: set(words) == {"fails"})
     if failing.drop(lone.index).any():
-        return Finding(ours, at_scale(True, records.outcomes(STUDIES, SCALE)))
+        return Finding(ours, records.verdict(True))
     rates = comparison.counted(len(largest), "rate")
     why = f"ViT-H/14 was trained at {rates} at which bf16 trains"
     return Finding(ours, UNDECIDED, f"{why}; one seed at some" if len(lone) else why)
@@ -173,86 +165,83 @@ def fails(records: Evidence, recipe: str) -> Finding:
 
 def feature_ratios(records: Evidence, recipe: str) -> pd.Series:
     """By seed: E[abs(x)] of ViT-H/14's last vision block at step EARLY, relative to bf16."""
-    runs, loaded = records.outcomes(STUDIES, SCALE), records.runs(STUDIES, SCALE)
+    runs, loaded = records.outcomes(STUDIES), records.runs(STUDIES)
     runs = runs[(runs["model.name"] == LARGEST) & runs[RECIPE].isin([recipe, "bf16"])]
     sizes = [
-        measures.last_block(loaded.only(row["run"]), row["model.vision_layers"]).get(
-            EARLY, math.nan
-        )
-        for row in runs.to_dict("records")
+        measures.last_block(loaded.only(head["run"]), head["model.vision_layers"]).get(EARLY)
+        for head in runs.to_dict("records")
     ]
     runs = runs.assign(log_size=np.log(np.array(sizes, float)))
     by_model = evidence.differences(runs, RECIPE, recipe, "bf16", "log_size")
     if not by_model:
-        raise lacking(f"{recipe} and bf16 of {LARGEST}", STUDIES, SCALE)
+        raise records.lacking(f"{recipe} and bf16 of {LARGEST}", STUDIES)
     return np.exp(by_model[LARGEST])
 
 
-def predictions(records: Evidence) -> list[tuple[str, str, str]]:
-    """The predictions of PROTOCOL.md: each with our numbers and its score."""
-    rows = (
-        ("the int8 weight gradient enlarges the features of ViT-H/14 at step 300: ratio above 1.2",
-         _predicted_ratio, {"recipes": (INT8_GRADIENT, "llm_int8"), "low": 1.2}),
-        ("SwitchBack int8 does not: ratio between 0.9 and 1.1",
-         _predicted_ratio, {"recipes": ("switchback",), "low": 0.9, "high": 1.1}),
-        ("KQ layer norm lets ViT-H/14 train in bf16 at a learning rate of 2e-3: R@1 above 60%",
-         _predicted_recall, {}),
-        ("tensor-wise fp8 trains at every learning rate at which bf16 does", _predicted_fp8, {}),
-        ("LLM.int8()'s penalty at each size's best rate does not grow with width",
-         _predicted_penalty, {}),
-    )  # fmt: skip
-    scored = []
-    for text, score, options in rows:
-        try:
-            scored.append((text, *score(records, **options)))
-        except NoRunsError:
-            scored.append((text, "-", "open: no runs"))
-    return scored
-
-
-def _predicted_ratio(
-    records: Evidence, recipes: tuple[str, ...], low: float, high: float = math.inf
+def _ratios(
+    records: Evidence, recipes: Sequence[str], low: float, high: float = math.inf
 ) -> tuple[str, str]:
     ratios = {name: feature_ratios(records, name) for name in recipes}
     ours = "; ".join(
         f"{naming.PRECISIONS.get(name, [name])[0]} {' and '.join(map('{:.2f}'.format, values))}"
         for name, values in ratios.items()
     )
-    every = pd.concat(ratios.values())
-    return ours, _score(every.between(low, high).all(), min(map(len, ratios.values())))
+    are_inside = pd.concat(ratios.values()).between(low, high).all()
+    return ours, _score(are_inside, min(map(len, ratios.values())))
 
 
-def _predicted_recall(records: Evidence) -> tuple[str, str]:
-    runs = records.outcomes(("interventions",), SCALE)
-    is_it = (runs["intervention.name"] == "kq_norm") & (runs["optimizer.lr"] == 2e-3)
+def _recall(records: Evidence, intervention: str, lr: float, least: float) -> tuple[str, str]:
+    runs = records.outcomes(("interventions",))
+    is_it = (runs["intervention.name"] == intervention) & (runs["optimizer.lr"] == lr)
     recalls = runs.loc[is_it & (runs["model.name"] == LARGEST), "recall"]
     if recalls.empty:
-        raise lacking("KQ norm at 2e-3", ("interventions",), SCALE)
-    ours = " and ".join(f"{recall:.1f}%" for recall in recalls)
-    return ours, _score((recalls > 60).all(), len(recalls))
+        raise records.lacking(f"{intervention} at {lr:g}", ("interventions",))
+    return " and ".join(map("{:.1f}%".format, recalls)), _score(
+        (recalls > least).all(), len(recalls)
+    )
 
 
-def _predicted_fp8(records: Evidence) -> tuple[str, str]:
-    table = outcomes(records, FP8)
-    table = table[table["bf16"].map(lambda words: set(words) == {"trains"})]
-    trains = table[FP8].map(lambda words: set(words) == {"trains"})
-    ours = f"trains in {trains.sum()} of {len(trains)} settings of model and rate"
-    num_rates, fewest = table.index.unique("optimizer.lr").size, table.map(len).min(axis=1)
-    ours += f", {comparison.counted(num_rates, 'rate')}"
-    if (table[FP8].map(lambda words: "trains" not in words) & (fewest > 1)).any():
+def _trains(records: Evidence, recipe: str) -> tuple[str, str]:
+    table = outcomes(records, recipe)
+    trains, fewest = table[recipe].map(_all_train), table.map(len).min(axis=1)
+    num_rates = table.index.unique("optimizer.lr").size
+    ours = f"trains in {trains.sum()} of {len(trains)} settings of model and rate, "
+    ours += comparison.counted(num_rates, "rate")
+    if (table[recipe].map(lambda words: "trains" not in words) & (fewest > 1)).any():
         return ours, "false"
     if not trains.all() or fewest.min() < 2:
         return ours, "open: more seeds"
     return ours, "true" if num_rates > 1 else "open: more rates"
 
 
-def _predicted_penalty(records: Evidence) -> tuple[str, str]:
-    return penalty_by_size(records).ours, "open: one rate for all sizes"
-
-
 def _score(holds: bool, num: int) -> str:
     """The score of a prediction that holds in every seed or not; nothing follows from one seed."""
     return "open: one seed" if num < 2 else "true" if holds else "false"
+
+
+PREDICTIONS = {  # of PROTOCOL.md: our numbers and the score
+    "the int8 weight gradient enlarges the features of ViT-H/14 at step 300: ratio above 1.2":
+        partial(_ratios, recipes=(INT8_GRADIENT, "llm_int8"), low=1.2),
+    "SwitchBack int8 does not: ratio between 0.9 and 1.1":
+        partial(_ratios, recipes=("switchback",), low=0.9, high=1.1),
+    "KQ layer norm lets ViT-H/14 train in bf16 at a learning rate of 2e-3: R@1 above 60%":
+        partial(_recall, intervention="kq_norm", lr=2e-3, least=60),
+    "tensor-wise fp8 trains at every learning rate at which bf16 does":
+        partial(_trains, recipe=FP8),
+    "LLM.int8()'s penalty at each size's best rate does not grow with width":
+        lambda records: (penalty_by_size(records).ours, "open: one rate for all sizes"),
+}  # fmt: skip
+
+
+def predictions(records: Evidence) -> list[tuple[str, str, str]]:
+    """Each prediction with our numbers and its score."""
+    rows = []
+    for text, scored in PREDICTIONS.items():
+        try:
+            rows.append((text, *scored(records.at(evidence.TRUE_SIZE))))
+        except NoRunsError:
+            rows.append((text, "-", "open: no runs"))
+    return rows
 
 
 def _p_values(records: Evidence, model: str) -> dict[tuple[str, str], float]:

@@ -19,10 +19,6 @@ from analysis.evidence import (
     Evidence,
     Finding,
     Sample,
-    above,
-    at_scale,
-    decide,
-    lacking,
 )
 from analysis.load import NoRunsError
 from lowprec.diagnostics.spikes import loss_spikes
@@ -71,7 +67,7 @@ def trend(
     of_causes = f", {corrected:.2g} by Holm for {counted(len(up), 'setting')}"
     ours += f"; Page's test p = {up[cause]:.2g}{of_causes} ({_runs(counts)})"
     holds = True if corrected < evidence.ALPHA else False if falls < evidence.ALPHA else None
-    finding = decide(ours, holds, counts["seed"].nunique(), counts, "no trend is shown")
+    finding = records.decide(ours, holds, counts["seed"].nunique(), "no trend is shown")
     return finding._replace(why="; ".join(filter(None, (finding.why, earlier))))
 
 
@@ -82,7 +78,7 @@ def _levels(records: Evidence, key: str, studies: Sequence[str]) -> pd.DataFrame
     named = next(filter(None, (study.levels(name, scale, key) for name in studies)), [])
     counts = comparison.comparable(counts[counts[key].isin(named)], key)
     if counts[key].nunique() < 2:
-        raise lacking(f"two values of {key} with all else equal", studies)
+        raise records.lacking(f"two values of {key} with all else equal", studies)
     return counts
 
 
@@ -98,7 +94,7 @@ def _earlier_verdict(records: Evidence, key: str, studies: Sequence[str], value:
     means = [counts.loc[counts[key] == one, value].mean() for one in values]
     unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
     differences = evidence.difference(counts, key, values[-1], values[0], value)
-    finding = evidence.larger("", differences, counts, unless)
+    finding = records.larger("", differences, unless)
     if not max(means):
         finding = Finding("", UNDECIDED, "no spikes")
     return finding.verdict + (f" ({finding.why})" if finding.why else "")
@@ -144,16 +140,16 @@ def fewer(
     counts = comparison.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
     values = _in_order(counts, varied)
     if len(values) < 2:
-        raise lacking(f"two values of {varied} with all else equal", studies)
+        raise records.lacking(f"two values of {varied} with all else equal", studies)
     ours, differences = _by_value(counts, varied, value)
     ours += f" ({_runs(counts)})"
     by_seed = counts[counts[varied] == values[0]].groupby("seed")[value].mean()
     if not counts.loc[counts[varied] != values[0], value].any():
         return Finding(ours, UNDECIDED, "no spikes at the other values")
     if gone and Sample.of(by_seed).low > 0:
-        return decide(f"{ours}; spikes remain", False, counts["seed"].nunique(), counts)
+        return records.decide(f"{ours}; spikes remain", False, counts["seed"].nunique())
     unless = "fewer, but not none" if gone and by_seed.any() else ""
-    return evidence.larger(ours, differences, counts, unless)
+    return records.larger(ours, differences, unless)
 
 
 def follow(records: Evidence, studies: Sequence[str]) -> Finding:
@@ -167,7 +163,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     num_left_out = (~counts["can_spike"]).sum()
     counts = counts[counts["can_spike"]]
     if counts.empty:
-        raise lacking("AdamW whose RMS_t of the patch embedding can spike", studies)
+        raise records.lacking("AdamW whose RMS_t of the patch embedding can spike", studies)
     spiked = counts[counts[SPIKES] > 0]
     if spiked.empty:
         return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "no loss spikes")
@@ -189,7 +185,7 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
         ours += f"; with a window of {window} steps {num} of {total}"
     holds = False if False in verdicts else None if None in verdicts else True
     why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
-    return decide(ours, holds, spiked["seed"].nunique(), counts, why)
+    return records.decide(ours, holds, spiked["seed"].nunique(), why)
 
 
 def _same_step(counts: pd.DataFrame) -> str:
@@ -219,7 +215,8 @@ def scale_falls(records: Evidence) -> Finding:
     chance = np.average(runs["near"], weights=runs["falls"])
     low, high = evidence.share_interval(num, total)
     ours += f" ({num / total:.0%} [{low:.0%}, {high:.0%}]), by chance {chance:.1%} ({_runs(runs)})"
-    return decide(ours, above(low, high, chance), seeds, runs, "the interval contains chance")
+    holds = evidence.above(low, high, chance)
+    return records.decide(ours, holds, seeds, "the interval contains chance")
 
 
 def tensor_skips(records: Evidence) -> Finding:
@@ -232,19 +229,19 @@ def tensor_skips(records: Evidence) -> Finding:
         f"skipped in {skips} steps, in {single} of them not all tensors ({_runs(runs)})"
     )
     if not ended.all():
-        return decide(ours, False, runs["seed"].nunique(), runs)
+        return records.decide(ours, False, runs["seed"].nunique())
     if not spikes or not skips:
         return Finding(ours, UNDECIDED, "nothing was skipped" if spikes else "no loss spike")
     seeds = skipping["seed"].nunique()
     if not single:
-        return decide(ours, None, seeds, runs, "no single ones")
+        return records.decide(ours, None, seeds, "no single ones")
     try:
         others = _scaled(records, "dynamic")["state"] == "finished"
     except NoRunsError:
-        return decide(ours, None, seeds, runs, "no run with a dynamic scale to compare with")
+        return records.decide(ours, None, seeds, "no run with a dynamic scale to compare with")
     why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too; "
-    why += f"by the rule until 2026-11-26: {at_scale(True, runs)}"
-    return decide(ours, None if others.all() else True, seeds, runs, why)
+    why += f"by the rule until 2026-11-26: {records.verdict(True)}"
+    return records.decide(ours, None if others.all() else True, seeds, why)
 
 
 def _runs(runs: pd.DataFrame) -> str:
@@ -284,5 +281,5 @@ def _scaled(records: Evidence, kind: str) -> pd.DataFrame:
         counts = {name: marks.iloc[protocol.ignore_steps :].sum() for name, marks in steps.items()}
         rows.append({**head, **counts, "near": near.iloc[protocol.ignore_steps :].mean()})
     if not rows:
-        raise lacking(f"scaler={kind}", ("loss_scaler",))
+        raise records.lacking(f"scaler={kind}", ("loss_scaler",))
     return pd.DataFrame(rows)

@@ -20,7 +20,6 @@ from analysis.evidence import (
     Evidence,
     Finding,
     Sample,
-    equal,
     share_interval,
     share_over_runs,
 )
@@ -64,9 +63,8 @@ def test_interval_of_a_share_is_wilsons_and_widens_where_runs_differ():
         ([0.25], UNDECIDED),
     ],
 )
-def test_equivalence_needs_the_whole_interval_within_the_margin(values, verdict):
-    runs = pd.DataFrame({"scale": ["mini"]})
-    assert equal("", pd.Series(values), runs).verdict == verdict
+def test_equivalence_needs_the_whole_interval_within_the_margin(tmp_path, values, verdict):
+    assert Evidence([tmp_path]).equal("", pd.Series(values)).verdict == verdict
 
 
 def arms(key, *values):
