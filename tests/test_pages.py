@@ -33,7 +33,6 @@ EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "A native format": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "A statistic": "runs/run/nano-bf16-adamw-s0-*/tensors.parquet",
-    "A logger": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
     "A model": "runs/run/pico-bf16-adamw-s0-*/metrics.jsonl",
 }
 KEYS = flatten(defaults(Config)) | flatten(defaults(SweepConfig))
