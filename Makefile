@@ -12,7 +12,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 endif
 
-.PHONY: demo test test-slow test-gpu test-system ways mutants lint clean
+.PHONY: demo test test-slow test-gpu test-system ways mutants wheel lint clean
 
 demo: $(READY)
 	@$(PY) -m experiments.train -m $(DEMO)
@@ -37,6 +37,15 @@ ways: $(READY)
 
 mutants: $(READY)
 	@$(PY) tests/mutants.py
+
+# Builds the wheel and uses it in an empty environment: make wheel PYTHON=python3.13 TORCH=2.12.*
+TORCH ?= *
+WHEEL = $(VENV)/wheel
+wheel:
+	@rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
+	@$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .
+	@$(WHEEL)/bin/python -m pip install --quiet $(WHEEL)/lowprec-*.whl "torch==$(TORCH)"
+	@$(WHEEL)/bin/python -I tests/smoke.py
 
 lint: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -c "from importlinter.cli import lint_imports_command as lint; lint()"

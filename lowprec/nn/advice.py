@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lowprec.nn.coverage import call
 from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.noise import product_rows, recorded
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe, find_recipe
@@ -239,10 +240,7 @@ def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch
     dtype = torch.get_autocast_dtype(device.type) if is_on else torch.bfloat16
     is_32bit = all(p.dtype == torch.float32 for p in model.parameters())
     with torch.autocast(device.type, dtype, enabled=is_on or is_32bit):
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        else:
-            output = model(*batch) if isinstance(batch, tuple) else model(batch)
+        output = call(model, batch)
         if loss is not None:
             output = loss(output)
         elif isinstance(output, Mapping):

@@ -1,8 +1,9 @@
 """Reports what became of a model's linear layers, and finds those that a forward does not call."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -205,8 +206,15 @@ def _is_quantized(module: nn.Module) -> bool:
     return any(settings.recipe.products) and type(weight) is nn.Parameter
 
 
-def trace(model: nn.Module, inputs: tuple) -> set[nn.Module]:
-    """The modules that `model(*inputs)` calls, in evaluation mode and without gradients.
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The output for a tensor, a tuple of arguments or a dict of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def trace(model: nn.Module, inputs: Any) -> set[nn.Module]:
+    """The modules that a model calls for inputs, in evaluation mode and without gradients.
 
     The layers of a fused MLP are called with it.
     """
@@ -222,7 +230,7 @@ def trace(model: nn.Module, inputs: tuple) -> set[nn.Module]:
     try:
         model.eval()
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model(*inputs)
+            call(model, inputs)
     finally:
         hook.remove()
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -39,7 +39,7 @@ def apply_recipe(
     recipe: str | Recipe,
     where: Where = LINEAR_LAYERS,
     *,
-    inputs: tuple | None = None,
+    inputs: Any = None,
     backend: str = "auto",
     outlier_threshold: float = 0.0,
     skip_slow: bool = False,
@@ -59,7 +59,8 @@ def apply_recipe(
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
             see ALIASES. Or a function of a layer's module and name, which says whether it is meant,
             as torchao's filters; the module of "in_proj" is the attention.
-        inputs: arguments of a small forward, which finds layers that are never called.
+        inputs: a small batch: a tensor, a tuple of arguments or a dict of keyword arguments. Its
+            forward finds layers that are never called.
         backend: see `lowprec.nn.linear.Settings`, also for outlier_threshold.
         outlier_threshold: for recipes with native products.
         skip_slow: keep layers 16-bit if their shape is no faster under the recipe.
@@ -97,7 +98,7 @@ def prepare_for_training(
     recipe: str | Recipe = "switchback",
     where: Where = LINEAR_LAYERS,
     *,
-    inputs: tuple | None = None,
+    inputs: Any = None,
     compile: bool = True,
     checkpointing: bool | None = None,
     skip_slow: bool = True,
@@ -116,8 +117,8 @@ def prepare_for_training(
         model: the model, such as `open_clip.create_model(...)`.
         recipe: as for `apply_recipe`; "high" keeps all layers 16-bit.
         where: patterns for layers, or a function, as for `apply_recipe`.
-        inputs: arguments for a small forward pass, which detects layers that are never called
-            although their weight is read.
+        inputs: a small batch: a tensor, a tuple of arguments or a dict of keyword arguments. Its
+            forward pass detects layers that are never called although their weight is read.
         compile: whether blocks run under torch.compile. The first forward compiles them.
             Models that were compiled before are compiled again at their next forward.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
