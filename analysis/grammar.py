@@ -234,7 +234,7 @@ class Lines(Figure):
         panels.share_limits(axes)
         panels.label_outer(axes)
         if self.facet != "label" and not self._has_one_color(frame):
-            panels.legend_below(canvas, axes)
+            panels.name_lines(canvas, axes)
 
     def _has_one_color(self, frame: pd.DataFrame) -> bool:
         """Whether all runs have one value of what colors tell, which the caption gives."""
@@ -347,7 +347,7 @@ class Panels(Figure):
             panels.share_limits([ax for ax in of_plot if ax.axison])
         panels.label_outer([ax for ax in axes if ax.axison])
         if not any(ax.get_legend() for ax in axes):
-            panels.legend_below(canvas, axes)
+            panels.name_lines(canvas, axes)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Describes the panels, and names the devices, or the runs that did not finish."""

@@ -1,17 +1,21 @@
 """What figures draw with: panels, axes, legends, points of runs, and the line of chance."""
 
+import textwrap
 from collections.abc import Collection
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
+from scipy.optimize import isotonic_regression
 
 from analysis import naming, style
 
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
+LONGEST, MOST_LINES = 22, 11  # of names beside a panel: characters of a line, and lines
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 MOST = 2  # but at most at this multiple of the first loss
@@ -23,10 +27,13 @@ def num_columns(num: int) -> int:
 
 
 def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None) -> list[Axes]:
-    """`num` axes, at most `most` in a row, each `height` inches high; sizes the figure."""
+    """`num` axes, at most `most` in a row, each `height` inches high; sizes the figure.
+
+    The figure is one or two columns of text wide.
+    """
     columns = min(most, num) if most else num_columns(num)
     rows = -(-num // columns)
-    figure.set_size_inches(style.COLUMN_WIDTH * columns, height * rows)
+    figure.set_size_inches(style.COLUMN_WIDTH * min(2, columns), height * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes[num:]:
         ax.remove()
@@ -46,7 +53,9 @@ def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
     for size in sorted(set(batch_sizes[batch_sizes > 0])):
         ax.hlines(np.log(size), 0, 1, transform=ax.get_yaxis_transform(), color=style.OTHER, lw=0.7,
                   linestyles="dotted", zorder=1)  # fmt: skip
-        ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, 1.5), fontsize=5.5,
+        is_at_top = 0.95 < (np.log(size) - ylim[0]) / (ylim[1] - ylim[0]) <= 1
+        ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, -7 if is_at_top else 1.5),
+                    fontsize=5.5,
                     xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="right",
                     color=style.OTHER, annotation_clip=True)  # fmt: skip
     ax.set_ylim(ylim)
@@ -120,6 +129,69 @@ def number_axis(ax: Axes, values: pd.Series) -> None:
         ticks = sorted(values.unique())
         ax.set_xticks(ticks, [naming.number(tick) for tick in ticks], rotation=45, ha="right")
         ax.minorticks_off()
+
+
+def name_lines(canvas: Figure, axes: list[Axes]) -> None:
+    """Names lines at their right ends, in their colors, or else in a legend below.
+
+    There is a legend if panels share a name, if names are many or long, and if anything has a name
+    but lines that end at the right. What the title of a panel says is left out.
+    """
+    named, texts = [], []  # by panel: by label the line, and the lines of its text
+    for ax in axes:
+        handles, labels = ax.get_legend_handles_labels()
+        first = dict(zip(reversed(labels), reversed(handles), strict=True))
+        named.append({label: first[label] for label in labels})
+        texts.append({label: _without(label, ax.get_title()) for label in labels})
+    labels = [label for of_panel in named for label in of_panel]
+    of_text = [line for of_panel in texts for text in of_panel.values() for line in text]
+    if (
+        len({*labels}) < len(labels)
+        or max(map(len, of_text), default=0) > LONGEST
+        or any(sum(map(len, of_panel.values())) > MOST_LINES for of_panel in texts)
+        or not all(
+            isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.9
+            for ax, of_panel in zip(axes, named, strict=True)
+            for handle in of_panel.values()
+        )
+    ):
+        legend_below(canvas, axes)
+        return
+    for ax, of_panel, text in zip(axes, named, texts, strict=True):
+        ends = [
+            (_end(ax, line)[1], text[label], line.get_color()) for label, line in of_panel.items()
+        ]
+        _name_ends(ax, ends)
+
+
+def _without(label: str, title: str) -> list[str]:
+    """The lines of a label without the parts that a title has."""
+    parts, known = label.split(", "), title.replace("\n", ", ").split(", ")
+    own = [part for part in parts if part not in known] or parts
+    return textwrap.wrap(", ".join(own), LONGEST)
+
+
+def _end(ax: Axes, line: Line2D) -> tuple[float, float]:
+    """Where a line ends, in shares of the panel; (0, 0) if it has no two points."""
+    points = np.column_stack([line.get_xdata(), line.get_ydata()]).astype(float)
+    points = points[np.isfinite(points).all(axis=1)]
+    if len(points) < 2:
+        return 0.0, 0.0
+    x, y = ax.transLimits.transform(ax.transScale.transform(points[-1]))
+    return x, float(np.clip(np.nan_to_num(y), 0.0, 1.0))
+
+
+def _name_ends(ax: Axes, ends: list[tuple[float, list[str], tuple]]) -> None:
+    """Writes names beside a panel at given heights, as close to these as they fit."""
+    rows = ax.figure.get_figheight() / ax.get_subplotspec().get_gridspec().nrows
+    line_height = 0.125 / (0.75 * rows)  # of the panel, whose height the layout sets later
+    ends = sorted(ends, key=lambda end: end[0])
+    sizes = np.array([line_height * len(text) for _, text, _ in ends])
+    below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps
+    heights = isotonic_regression([at for at, *_ in ends] - below).x + below
+    for height, (_, text, color) in zip(heights, ends, strict=True):
+        ax.annotate("\n".join(text), (1, height), (4, 0), xycoords="axes fraction", fontsize=7,
+                    color=color, textcoords="offset points", va="center", gid="name")  # fmt: skip
 
 
 def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) -> None:

@@ -54,6 +54,9 @@ class Points(Figure):
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A panel for each facet and pair of axes, above one legend."""
         frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
+        if self.hue == "method":
+            ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+            frame = frame.loc[ranks.sort_values(kind="stable").index]
         parts, labels = self.facet(frame), self._labels(frame)
         cells = [(*part, *pair) for part in parts for pair in self._pairs(frame)]
         axes = panels.grid(canvas, len(cells))
@@ -101,7 +104,8 @@ class Points(Figure):
         """Describes the axes, the runs and the points, and names the runs that did not finish."""
         pairs = self._pairs(frame)
         labels = dict.fromkeys(y.name(frame).removesuffix(" (%)") for _, y in pairs)
-        seeds = measures.seeds(frame, "model", self.hue, pairs[0][0].column)
+        at = [pairs[0][0].column] if self.means else []  # without means, x is a measurement
+        seeds = measures.seeds(frame, "model", self.hue, *at)
         text = f"{naming.join(labels)} of {measures.of_runs(frame)} ({seeds} of each setting)."
         text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
         means = {

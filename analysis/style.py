@@ -61,11 +61,6 @@ def setting_color(variant: int, last: int) -> tuple[float, float, float]:
     return _of_map("plasma", 0.85 * variant / last)
 
 
-def decay_color(beta2_decay: float, variant: int = 0) -> tuple[float, float, float]:
-    """The color of the schedule beta2 = 1 - t^-beta2_decay."""
-    return _of_map("viridis", 2.4 * beta2_decay - 0.78, variant)
-
-
 def depth_color(share: float) -> tuple[float, float, float]:
     """The color of a block by depth, 0 the first and 1 the last."""
     return _of_map("viridis", 0.9 * share)

@@ -40,6 +40,7 @@ NAMES = {
     "cusum": "gradient norm: CUSUM",
 }
 COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "#56B4E9"}
+DASHES = {"cusum": (0, (4, 2))}  # its line lies upon others
 SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
 SCORES = tuple(THRESHOLDS)
 SIDES = ("detection", "onset")
@@ -186,22 +187,23 @@ def interval(samples: np.ndarray) -> np.ndarray:
 
 
 def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
-    """Column `column` of `shares_of` by horizon, the column after it (chance) dotted.
+    """Column `column` of `shares_of` by horizon, and the range of the column after it (chance).
 
     RMS_t has the only band of intervals.
     """
-    shares = transferred(frame)
+    shares, chance = transferred(frame), []
     for score, color in COLORS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
-        look = {"color": color, "lw": 1.2}
+        look = {"color": color, "lw": 1.2, "ls": DASHES.get(score, "-")}
         if score == "rms":
             low, high = interval(lines[1:, :, column])
             interval_of = f"{LEVEL:.0%} interval of {NAMES[score]}"
             ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0, label=interval_of)
-        ax.plot(HORIZONS, lines[0, :, column], "-o", ms=2.5, label=NAMES[score], **look)
-        ax.plot(HORIZONS, lines[0, :, column + 1], ":", **look)
+        ax.plot(HORIZONS, lines[0, :, column], marker="o", ms=2.5, label=NAMES[score], **look)
+        chance.append(lines[0, :, column + 1])
     if shares:
-        ax.plot([], [], ":", color=style.OTHER, label="by chance (in the color of the score)")
+        low, high = np.min(chance, axis=0), np.max(chance, axis=0)
+        ax.fill_between(HORIZONS, low, high, color="0.8", lw=0, label="by chance, all scores")
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
     ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1))
@@ -219,7 +221,7 @@ def about(frame: pd.DataFrame) -> str:
         "CUSUM of these deviations. A burst is one warning, as for RMS spikes, so low thresholds "
         "give few. Left: precision, the share of warnings that a loss spike "
         "follows within the horizon. Right: recall, the share of loss spikes with a warning within "
-        "the horizon before. Dotted: by chance. Spikes are counted from detection. Each beta2 has "
+        "the horizon before. Gray: by chance. Spikes are counted from detection. Each beta2 has "
         "the threshold with the largest F1 in the runs of the other beta2; the band is a "
         f"{LEVEL:.0%} interval from resampling runs within each beta2."
     )
@@ -247,8 +249,8 @@ FIGURES = {
         where=spike_marks.of_adamw,
         table=warnings,
         plots=(
-            partial(plot, column=0, name="warnings that a spike follows"),
-            partial(plot, column=2, name="spikes that have a warning"),
+            partial(plot, column=0, name="precision: warnings that a spike follows"),
+            partial(plot, column=2, name="recall: spikes that have a warning"),
         ),
         text=about,
     )

@@ -29,7 +29,10 @@ def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
         mean = line["feature_mean"].where(np.isfinite(line["feature_mean"]))
         ax.plot(line["block"], mean, color=style.paler(shade, head["variant"]), ls=DASHES[at],
                 marker="o", ms=2.5, label=label)  # fmt: skip
-    ax.set(xlabel="block k", ylabel=r"$\mathrm{E}[|x_k|]$")
+    ax.set(
+        xlabel="block of the vision tower",
+        ylabel=r"$\mathrm{E}[|x|]$, mean size of a block's output",
+    )
     style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -185,8 +188,9 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
         label = label if run == frame["run"].min() else None
         ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
     lowest, highest = frame["gradient"].quantile([BELOW, 1])
-    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm")
+    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm of\nmlp.c_proj.weight")
     ax.set_ylim(0.8 * lowest, 1.25 * highest)
+    ax.minorticks_off()
     panels.step_axis(ax)
 
 
@@ -204,6 +208,7 @@ def about_gradients(frame: pd.DataFrame) -> str:
 
 PRODUCT, OPERAND = "grad_weight", "g"
 VISION, TEXT = "vision tower", "text tower"
+FEW = 0.05  # of the elements: lines that are hardly above 0
 
 
 def with_errors(heads: pd.DataFrame) -> pd.DataFrame:
@@ -248,14 +253,21 @@ def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> None:
         color = style.color(recipe, "")
         ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
         ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=naming.precision(recipe))
-    ax.set(xlabel="step", ylabel="signal to noise of the\nweight gradient (dB)")
+    ax.set_ylabel("signal to noise of the\nweight gradient (dB)")
+    panels.step_axis(ax)
 
 
 def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
     """One tower: the elements of g that become 0."""
     plot_noises(frame, ax, "underflowed")
     ax.yaxis.set_major_formatter(PercentFormatter(1))
-    ax.set(ylim=(0, None), ylabel="elements of g that become 0")
+    ax.set(ylim=(0, None), ylabel="elements of the output\ngradient that become 0")
+    highest = frame.groupby("recipe")["underflowed"].quantile(0.75)
+    low = [naming.precision(name) for name in highest.index[highest < FEW]]
+    if len(low) > 1:
+        ax.annotate(f"{len(low)} lines below {FEW:.0%}: the other formats", (0.99, 0), (0, 5),
+                    xycoords="axes fraction", textcoords="offset points", ha="right", fontsize=6.5,
+                    color=style.OTHER)  # fmt: skip
 
 
 def about_noises(frame: pd.DataFrame) -> str:

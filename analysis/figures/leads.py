@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from analysis import comparison, measures, naming, paper, spike_marks, style
+from analysis.comparison import counted
 from analysis.grammar import ANYTHING, Panels, by
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
@@ -60,8 +61,12 @@ def plot_leads(frame: pd.DataFrame, ax: Axes) -> None:
         part = counts[kinds == kind]
         ax.bar(part.index, part["num_spikes"], 0.8, color=style.paler(color, 1))
         ax.bar(part.index, part["num_large"], 0.8, color=color, label=name)
+    pale = f"pale: at most {spike_marks.LARGE:g} nat high"
+    ax.bar([0], [0], color=style.paler(style.OTHER, 1), label=pale)
     ax.plot(counts.index, counts["by_chance"], color="black", ls=":", lw=1, label="by chance")
-    name = frame["counted_from"].iloc[0]
+    name, total = frame["counted_from"].iloc[0], frame["num_spikes"].sum()
+    num, most = counts.loc[counts.index > 0, "num_spikes"].sum(), int(counts.index.max())
+    ax.set_title(f"{num:.0f} of {total:.0f} loss spikes follow by 1 to {most} steps")
     ax.set(xlabel=f"steps from RMS spike to {name} of the loss spike", ylabel="loss spikes")
     ax.set_xticks(range(int(counts.index.min()), int(counts.index.max()) + 1, 2))
 
@@ -165,8 +170,8 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
     ax.set_xlabel(f"number of loss spikes (of {num})")
     ax.set_title(
-        "loss spikes that follow RMS spikes, by tensor: "
-        f"{len(table)} of {num_found} with q < {LEVEL:g} (orange)"
+        f"RMS spikes of {counted(num_found, 'tensor')} precede loss spikes beyond chance; "
+        f"{len(table)} shown"
     )
     ax.legend(loc="lower right")
 

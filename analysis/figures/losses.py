@@ -7,6 +7,7 @@ from analysis.figures.scores import in_16_bits_beside
 from analysis.grammar import Hue, Lines
 
 PLAIN, CLIPPING = "no change", "gradient clipping"
+TENSORWISE = {"custom": "e2m1 (FP4) tensor-wise"}  # of `fp8_fixes_mini`
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
 SWEEPS = {  # of spikes: the config key, the figure that it follows
     "size": ("model.name", "figure 6"),
@@ -24,10 +25,9 @@ def look_of_beta2(head: pd.Series) -> tuple:
 
 
 def look_of_schedule(head: pd.Series) -> tuple:
-    """Constants are solid and schedules are dashed."""
-    if pd.isna(head["beta2_decay"]):
-        return style.beta2_color(head["beta2"], head["variant"]), "-"
-    return style.decay_color(head["beta2_decay"], head["variant"]), "-"
+    """Constants are gray and schedules are blue."""
+    color = style.OTHER if pd.isna(head["beta2_decay"]) else style.RMS
+    return style.paler(color, head["variant"]), "-"
 
 
 def schedule(head: pd.Series) -> str:
@@ -57,14 +57,22 @@ def look_of_change(head: pd.Series) -> tuple:
     return color, dashes
 
 
+def by_narrow_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """One panel, whose title is the precision of the runs with changes."""
+    names = [label for label in frame["precision"].unique() if label != "bf16"]
+    return [(naming.join(TENSORWISE.get(n, naming.precision(n)) for n in names), frame)]
+
+
 def families_and_optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Panels by family of recipes, and by optimizer if there are several."""
     if frame["optimizer"].nunique() == 1:
         return naming.families(frame)
+    families = naming.families(frame)
+    several = len(families) > 1
     return [
-        (", ".join(filter(None, [family, naming.optimizer_name(optimizer)])), of_optimizer)
-        for family, part in naming.families(frame)
-        for optimizer, of_optimizer in part.groupby("optimizer", sort=False)
+        (", ".join(filter(None, [family * several, naming.optimizer_name(optimizer)])), part)
+        for family, of_family in families
+        for optimizer, part in of_family.groupby("optimizer", sort=False)
     ]
 
 
@@ -99,6 +107,8 @@ FIGURES = {
         same_but=("precision.label",),
         where=in_16_bits_beside("fp8_fixes"),
         hue=CHANGE,
+        split=by_narrow_format,
+        smooth=True,
         text="After figure 5 (left), arXiv:2304.13013. All runs but those in 16 bits have one "
         "scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 (FP4), "
         "and one change. The paper's ViT-L/14: zero-init layer-scale trains as bf16 does; gradient "

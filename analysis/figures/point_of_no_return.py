@@ -100,14 +100,16 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     kinds = [bool(re.match(SHORT, name)) + 2 * (name == PERTURBED) for name in share.index]
     share = share.iloc[np.lexsort([-share.mean(axis=1), kinds])]
     ax.pcolormesh(share, cmap="Blues", vmin=0, vmax=1.25, edgecolors="white", lw=1)
+    middle = {"ha": "center", "va": "center"}
     for (row, column), value in np.ndenumerate(share):
         if np.isnan(value):
+            ax.text(column + 0.5, row + 0.5, "not tried", **middle, fontsize=6, color="0.6")
             continue
         num = table["num"][share.index[row], share.columns[column]]
         is_share = share.index[row] == PERTURBED
         text = f"{value:.0%}" if is_share else f"{value * num:.0f} of {num}"
         color = "white" if value > 0.6 else "black"
-        ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7, color=color)
+        ax.text(column + 0.5, row + 0.5, text, **middle, fontsize=7, color=color)
     ax.set_yticks(np.arange(len(share)) + 0.5, [in_words(change) for change in share.index])
     ax.set_xticks(np.arange(share.shape[1]) + 0.5, [f"{lead}" for lead in share.columns])
     ax.tick_params(length=0)

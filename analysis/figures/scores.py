@@ -112,6 +112,7 @@ def one_narrow_product(runs: Runs) -> pd.DataFrame:
 ROUNDING, SEEDS, OTHERS = "rounding alone", "seeds", "seeds of other\nrecipes, centered"
 ARMS = {ROUNDING: style.color("bf16", "stable_adamw"), SEEDS: style.color("bf16", "adamw_clip"),
         OTHERS: style.OTHER}  # fmt: skip
+ARMS_IN_PRINT = {ROUNDING: f"{ROUNDING}\n(open: not compiled)"}
 LOSS_MARGIN = 1.0  # % of the validation loss: the claims' until 2026-11-26
 POWER = 0.8
 
@@ -252,6 +253,9 @@ def logits(runs: Runs) -> pd.DataFrame:
     return frame[frame["recall"].notna()].reset_index(drop=True)
 
 
+USUAL = ("lr 2e-3", "batch 1,024")  # left out of names of settings
+
+
 def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
     try:
         values = run.tensors("*resblocks.*", "logit_max").drop(columns="run").set_index("step")
@@ -318,6 +322,7 @@ FIGURES = {
         y=(SCORES[0], replace(SCORES[1], log=True)),
         hue="format",
         order=tuple(COLORS),
+        name=lambda head: {"e2m1": "e2m1 (FP4)"}.get(head["format"], head["format"]),
         look=lambda head: (COLORS.get(head["format"], style.look(head)[0]), "-"),
         text="The operands of one product of each layer have the format of the legend, and its "
         "other products run in 16 bits.",
@@ -328,7 +333,7 @@ FIGURES = {
         where=beside_rounding,
         table=arms_of_rounding,
         x=(Axis(column="arm", label="", names=lambda frame: {
-            arm: arm for arm in ARMS if arm in set(frame["arm"])}),),
+            arm: ARMS_IN_PRINT.get(arm, arm) for arm in ARMS if arm in set(frame["arm"])}),),
         y=SCORES,
         hue="arm",
         order=tuple(ARMS),
@@ -377,7 +382,9 @@ FIGURES = {
         x=(Axis(column="logit_max", label="largest attention logit at the end", log=True),),
         y=(Axis(column="recall", label=f"{RECALL} (%)"),),
         hue="setting",
+        name=lambda head: re.sub(rf", ({'|'.join(USUAL)})\b| layer-scale", "", head["setting"]),
         look=look_of_model,
+        text=f"Where the legend does not say: {', '.join(USUAL)}.",
         means="",
         notes=correlations_in_words,
     ),

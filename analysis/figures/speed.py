@@ -18,6 +18,12 @@ def color(precision: str) -> tuple:
     return style.color(precision, "stable_adamw")
 
 
+def on(frame: pd.DataFrame) -> str:
+    """The devices in short: `H100` for `NVIDIA H100 80GB HBM3`."""
+    names = bench.devices(frame).split(", ")
+    return naming.join(dict.fromkeys(name.removeprefix("NVIDIA ").split()[0] for name in names))
+
+
 def draw_lines(frame: pd.DataFrame, ax: Axes, x: str, y: str, by: list[str], look) -> None:
     """A line over x for each value of `by`; `look(head)` is its label and its style."""
     for _, part in frame.groupby(by, sort=False):
@@ -43,14 +49,13 @@ def with_papers(ours: pd.DataFrame, table: dict) -> pd.DataFrame:
 
 
 def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
-    """The paper's percentages: gray lines, darker for more tokens, under one label; our rows."""
+    """The paper's percentages: gray lines, darker for more tokens; our rows."""
     is_papers = frame["source"] == paper.SOURCE
     counts = sorted(frame.loc[is_papers, "tokens"].unique())
     for rank, tokens in enumerate(counts):
         part = frame[is_papers & (frame["tokens"] == tokens)].sort_values("dim")
-        gray = str(0.8 - 0.5 * rank / max(1, len(counts) - 1))
-        is_last = tokens == counts[-1]
-        label = f"{paper.SOURCE}, {counts[0]:,} to {tokens:,} tokens" if is_last else None
+        gray = str(0.65 - 0.4 * rank / max(1, len(counts) - 1))
+        label = f"paper, {tokens:,} tokens"
         ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
     return frame[~is_papers]
 
@@ -71,9 +76,9 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
         f"{naming.precision(METHODS[head['series']])}, {head['tokens']:,} tokens",
         {"color": style.paler(color(METHODS[head["series"]]), counts.index(head["tokens"]))},
     ))  # fmt: skip
-    size_axis(ax, frame["dim"], "dim")
+    size_axis(ax, frame["dim"], "width of the layer")
     ax.axhline(0, color="black", lw=0.6)
-    ax.set(ylabel=label, title="all operations of a layer")
+    ax.set(ylabel=label, title=f"here: {on(ours)}; {paper.SOURCE.replace(', ', ': ')}")
 
 
 BASELINES = {  # in print
@@ -113,7 +118,7 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
     ax.grid(visible=False, axis="x")
     ax.axhline(0, color="black", lw=0.6)
     ax.margins(y=0.15)
-    ax.set(ylabel="time saved (%)")
+    ax.set(ylabel=f"time saved (%), {on(frame)}")
 
 
 def in_lines(shape: str, shapes: list[str]) -> str:
@@ -134,8 +139,8 @@ NOISE = {  # case: name in print, precision of its color
     },
 }
 VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
-    "output,\ngrad_input": (1280, 5120),
-    "grad_weight": (33024, 33024),
+    "output, input\ngradient": (1280, 5120),
+    "weight\ngradient": (33024, 33024),
 }
 
 
@@ -165,7 +170,8 @@ def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
             ax.plot(part["inner_dim"], part["predicted"], lw=1, label=label, **look)
         look |= {"ls": "none"} if is_predicted else {"ls": ":", "lw": 0.7, "label": label}
         ax.plot(part["inner_dim"], part["measured"], marker="o", ms=3.2, **look)
-    ax.set(xscale="log", yscale="log", xlabel="inner dimension", ylabel="variance of the error")
+    ax.set(xscale="log", yscale="log", xlabel="terms of the dot product",
+           ylabel="variance of the error")  # fmt: skip
 
 
 FIGURES = {
@@ -173,6 +179,7 @@ FIGURES = {
         lines="ops",
         table=profile,
         plots=(partial(plot_totals, label="time saved (% of 16 bits)"),),
+        size=(1.5, 2.5),
         text="Operations of one linear layer, mean of dim to 4 dim and 4 dim to dim: time that "
         "SwitchBack's operations save compared with the three 16-bit products (bf16); gray: "
         f"{PAPERS} on an A100 in fp16. After figure 3 (right), arXiv:2304.13013.",
@@ -181,6 +188,7 @@ FIGURES = {
         lines="ops",
         table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
         plots=(partial(plot_totals, label="time in quantize operations (%)"),),
+        size=(1.5, 2.5),
         text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
     ),

@@ -49,7 +49,7 @@ def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
     spikes, places = frame[frame["part"] == "spikes"], _places(frame)
     optimizers = _slots(frame)
     for optimizer, middle in optimizers.items():
-        color = style.color("bf16", optimizer)
+        color = _color(frame, optimizer)
         for beta2, group in spikes[spikes["optimizer"] == optimizer].groupby("beta2"):
             at = places[beta2] + middle
             spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
@@ -76,7 +76,7 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
     """
     ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
-        color, several = style.color("bf16", optimizer), len(places) > 1
+        color, several = _color(frame, optimizer), len(places) > 1
         name = naming.optimizer_name(optimizer) if several else None
         at = group["beta2"].map(places) + _slots(frame)[optimizer]
         dashes = style.line_style(optimizer)
@@ -117,6 +117,13 @@ def _of_resets(ends: pd.DataFrame) -> str:
     if not len(names):
         return ""
     return f"Open points: {naming.join(naming.optimizer_name(n) for n in names)}, {AFTER_RESET}. "
+
+
+def _color(frame: pd.DataFrame, optimizer: str) -> str | tuple:
+    """The color of an optimizer; with one beta2, whose axis names optimizers, AdamW stands out."""
+    if frame["beta2"].nunique() > 1:
+        return style.color("bf16", optimizer)
+    return "black" if optimizer == "adamw" else style.RMS
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
@@ -175,9 +182,9 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
 
 def plot_around(frame: pd.DataFrame, ax: Axes, column: str) -> None:
     """A line for each run of a scaler."""
-    for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
+    for _, run in frame.groupby("run", sort=False):
         head, at = run.iloc[0], run["step"] - run["spike"]
-        color = style.paler(style.color(head["precision"], head["optimizer"]), i)
+        color = style.color(head["precision"], head["optimizer"])
         finite = np.isfinite(run[column].astype(float))
         ax.plot(at[finite], run.loc[finite, column], color=color, lw=0.9)
     ax.axvline(0, color=spike_marks.OTHER, lw=0.7, ls=":")

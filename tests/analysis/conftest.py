@@ -33,8 +33,12 @@ def drawn(module, frame):
 
 
 def legend(ax):
-    """The names in the legend of a panel's figure."""
-    return [text.get_text() for each in ax.figure.legends for text in each.get_texts()]
+    """The names in the legend of a panel's figure, or beside the lines of its panels."""
+    texts = [text for each in ax.figure.axes for text in each.texts]
+    names = [text for text in texts if text.get_gid() == "name"]
+    return [text.get_text() for each in ax.figure.legends for text in each.get_texts()] or [
+        text.get_text().replace("\n", " ") for text in names
+    ]
 
 
 def points(ax, marker):

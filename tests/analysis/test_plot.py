@@ -3,6 +3,7 @@
 import sys
 import time
 import warnings
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from matplotlib.collections import LineCollection
 from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
-from analysis.panels import legend_below
+from analysis.panels import legend_below, name_lines
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
@@ -99,12 +100,38 @@ def test_names_tell_a_setting_once_and_lines_of_one_color_differ(make_run, tmp_p
         assert len({row.hue.look(line) for _, line in lines.iterrows()}) == len(names)
 
 
-@pytest.mark.parametrize("x", ["step", "optimizer.lr"])
-def test_a_hue_with_one_value_has_a_legend_below_the_panels(runs, x):
+def test_a_hue_with_one_value_has_a_legend_below_the_points(runs):
     with style():  # whose letters are smaller than matplotlib's
-        [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=x, hue="optimizer.beta2"))
+        words = {"x": "optimizer.lr", "hue": "optimizer.beta2"}
+        [ax] = drawn(*plot.sentence(runs, y="recall/top1", **words))
     box = ax.figure.legends[0].get_window_extent()
     assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
+
+
+ENDS = {"low": 0.0, "same, mini L": 1.0, "lower by a little": 0.99, "another name": 1.0}
+
+
+@pytest.mark.parametrize("last", [10, 5])
+def test_lines_have_their_names_beside_them_unless_one_ends_early(last):
+    with style():
+        figure = plt.figure(layout="constrained", figsize=(3.4, 2.5))
+        ax = figure.subplots()
+        ax.set(title="mini L", xlim=(0, 10))
+        for name, end in ENDS.items():
+            ax.plot([0, last], [0.5, end], label=name)
+        name_lines(figure, [ax])
+        figure.draw_without_rendering()
+    names = sorted(ax.texts, key=lambda text: text.get_window_extent().y0)
+    assert len(figure.legends) == (last == 5) and bool(names) == (last == 10)
+    if names:
+        boxes = [text.get_window_extent() for text in names]
+        assert all(low.y1 <= high.y0 + 2 for low, high in pairwise(boxes))
+        assert all(ax.bbox.x1 < box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+        colors = [ax.lines[list(ENDS).index(name)].get_color() for name in ENDS]
+        texts = {text.get_text(): text.get_color() for text in names}
+        assert texts == dict(zip(["low", "same", *list(ENDS)[2:]], colors, strict=True))
+        assert [text.get_text() for text in names[:2]] == ["low", "lower by a little"]
+    plt.close(figure)
 
 
 def test_a_legend_of_long_names_is_as_wide_as_the_figure_at_most():
