@@ -72,6 +72,10 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         for label, look, run in zip(labels, looks, summaries["run"], strict=True)
     ]
     differing, shared = compare_settings(summaries)
+    tables = _settings(data, groups, looks), _runs(data, names, differing)
+    if not _differ([run.summary for run in data]):
+        for table in tables:
+            _put_best_first(table)
     script = {
         "labels": labels,
         "chips": [chips.index(method) for method in methods],
@@ -104,8 +108,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         unexamined=_unexamined(data),
         is_examined=not all(run.unexamined for run in data),
         spikes=_spikes(data, names, budget),
-        settings_table=_settings(data, groups, looks),
-        runs=_runs(data, names, differing),
+        settings_table=tables[0],
+        runs=tables[1],
         failures=_failures(data, names),
         settings=[(key, _field(value, unset="null")) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
@@ -161,8 +165,7 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     finished = [run.summary["state"] == "finished" for run in data]
     losses = pd.Series([run.final_loss for run in data], labels)[finished].dropna()
     summaries = [run.summary for run in data if run.summary["state"] == "finished"]
-    chance = {(row.get("batch_size"), row.get("data.digest")) for row in summaries}
-    if len(chance) > 1 and len(losses):
+    if _differ(summaries) and len(losses):
         more = "runs differ in batch size, data or evaluation"
         cards.append(("lowest final loss", "not ranked", more, "runs"))
     elif len(losses):
@@ -183,6 +186,19 @@ def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, 
     some = "failed, stopped, collapsed or damaged"
     more = some if num_bad else "none failed, stopped, collapsed or is damaged"
     return [*cards, ("need attention", str(num_bad), more, "failures")]
+
+
+def _differ(summaries: list[dict]) -> bool:
+    """Whether runs differ in batch size, data or evaluation: their losses do not compare."""
+    return len({(row.get("batch_size"), row.get("data.digest")) for row in summaries}) > 1
+
+
+def _put_best_first(table: dict) -> None:
+    """Sorts the rows of a table by the final loss; rows without one come last."""
+    if "final loss" in table["titles"]:
+        column = table["titles"].index("final loss")
+        losses = pd.to_numeric(pd.Series([row["fields"][column].key for row in table["rows"]]))
+        table["rows"] = [table["rows"][i] for i in losses.sort_values(kind="stable").index]
 
 
 def _unexamined(data: list[RunData]) -> list[str]:

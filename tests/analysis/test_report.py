@@ -164,6 +164,18 @@ def test_seeds_are_folded_into_means_and_accuracies_are_percentages(make_run, pa
     assert "60.0% \u00b1 14.1%" in text and " 25.0% " in text and " 70.0% " in text
 
 
+def test_the_lowest_final_loss_comes_first_if_runs_compare(make_run, page_of):
+    for seed, loss in ((0, 3.0), (1, 2.0), (2, np.nan), (3, 1.0)):
+        make_run(num_steps=60, seed=seed, losses=np.full(60, loss))
+    text = page_of().section("Results, and")
+    places = [text.index(f"seed {seed}") for seed in (3, 1, 0, 2)]
+    assert places == sorted(places)
+    make_run(num_steps=60, seed=4, data="cd" * 32)
+    text = page_of().section("Results, and")
+    places = [text.index(f"seed {seed}") for seed in range(5)]
+    assert places == sorted(places)
+
+
 def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path):
     run, out = make_run(num_steps=60), tmp_path / "report.html"
     plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)

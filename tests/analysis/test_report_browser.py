@@ -68,6 +68,37 @@ def test_each_control_can_be_clicked_and_switched_back(tmp_path):
     assert 'data-hover="x unified"' in page
 
 
+ZOOM = """<script>setTimeout(() => {
+  const plot = document.getElementById("curves-plot"), seen = [];
+  const look = () => {  // how many points of the loss are in the panel
+    const [x, y] = [plot.layout.xaxis.range, plot.layout.yaxis.range];
+    const log = plot.layout.yaxis.type === "log";
+    const shown = plot.data.filter((trace) => trace.meta.kind === "loss" && trace.visible);
+    const inside = (value, range) => value >= range[0] && value <= range[1];
+    seen.push(shown.map((trace) => Array.from(trace.x).filter((step, i) => inside(step, x) &&
+      inside(log ? Math.log10(trace.y[i]) : trace.y[i], y)).length).reduce((a, b) => a + b, 0));
+  };
+  document.querySelector("tr[data-step]").click();
+  look();
+  const which = document.getElementById("which");
+  which.value = "max";
+  which.dispatchEvent(new Event("change"));
+  look();
+  for (const id of ["unified", "log", "log"]) {
+    document.getElementById(id).click();
+    look();
+  }
+  document.body.dataset.seen = seen.join();
+}, 1500)</script>"""
+
+
+@in_chromium
+def test_no_control_empties_the_curves_after_a_zoom(tmp_path):
+    page = opened(RUN, tmp_path / "report.html", ZOOM)
+    seen = [int(num) for num in re.search(r'data-seen="([\d,]+)"', page).group(1).split(",")]
+    assert len(seen) == 5 and min(seen) >= 70  # of 81 steps
+
+
 MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {
   box.dataset.beyond = box.scrollWidth - box.clientWidth;
 }), 1500)</script>"""
