@@ -1,5 +1,6 @@
 """The run directories that `watch` writes, and the examples of its page."""
 
+import functools
 import importlib
 import math
 
@@ -16,6 +17,8 @@ from lowprec.runs.read import read_status
 from tests.diagnostics.watched import (
     PROTOCOL,
     STATISTICS,
+    Planted,
+    assert_planted,
     example,
     make,
     planted,
@@ -81,7 +84,7 @@ def test_the_run_directory_opens_in_analysis(tmp_path, saves):
     [head] = runs.runs.to_dict("records")
     assert (head["run"], head["state"], head["note"]) == ("mine", "finished", "")
     assert head["optimizer.name"] == "adamw" and head["optimizer.lr"] == 1e-2
-    assert head["model.name"] == "Sequential" and head["num_steps"] == 60
+    assert head["model.name"] == "Planted" and head["num_steps"] == 60
     expected = twin.rows()
     assert runs.metrics["loss"].tolist() == [row["loss"] for row in expected]
     for statistic in STATISTICS:
@@ -166,9 +169,45 @@ def test_the_pages_example_runs(tmp_path, monkeypatch, capsys, caplog):
     assert not [text for text in caplog.messages if "60 steps" in text]
 
 
+LIGHTNING = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+LIGHTNING |= dict(enable_model_summary=False, accelerator="cpu")
+WATCH = functools.partial(watch, flush=7, protocol=PROTOCOL)
+
+
 @pytest.mark.filterwarnings("ignore")  # the libraries' own
-def test_a_callback_watches_the_trainer_of_transformers(tmp_path):
+def test_a_callback_finds_planted_spikes_in_the_trainer_of_transformers(tmp_path):
     importlib.import_module("lowprec.clip")  # a CPU build of torch can then import torchvision
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class Model(Planted):
+        def forward(self, step):
+            return transformers.utils.ModelOutput(loss=super().forward(step))
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_):
+            return None
+
+    model, data = Model(), [{"step": step} for step in range(1, 61)]
+    options = dict(max_steps=60, per_device_train_batch_size=1, report_to=[], disable_tqdm=True)
+    options |= dict(max_grad_norm=0.0, save_strategy="no", use_cpu=True)
+    arguments = transformers.TrainingArguments(str(tmp_path), **options)
+    constant = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda _: 1.0)
+    callback = example("TrainerCallback", watch=WATCH)["Watch"]()
+    trainer = InOrder(
+        model,
+        arguments,
+        train_dataset=data,
+        callbacks=[callback],
+        optimizers=(model.optimizer, constant),
+    )
+    trainer.train()
+    assert_planted(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own
+def test_the_trainers_losses_of_a_decoder_are_recorded(tmp_path):
+    importlib.import_module("lowprec.clip")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=64)
@@ -186,6 +225,32 @@ def test_a_callback_watches_the_trainer_of_transformers(tmp_path):
     metrics = load_runs(tmp_path / "watched").metrics
     assert len(losses) == 6 and metrics["loss"].tolist() == pytest.approx(losses, abs=1e-3)
     assert "model.layers.0.mlp.up_proj.weight" in callback.monitor.names
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own
+def test_a_callback_finds_planted_spikes_in_lightning(tmp_path):
+    importlib.import_module("lowprec.clip")
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Planted()
+
+        def named_parameters(self, *args, **kwargs):
+            return self.model.named_parameters(*args, **kwargs)
+
+        def training_step(self, step, _):
+            return self.model(step)
+
+        def configure_optimizers(self):
+            return self.model.optimizer
+
+    callback = example("Callback):\n    def on_train_start", watch=WATCH)["Watch"]()
+    options = dict(default_root_dir=tmp_path, max_epochs=1)
+    trainer = lightning.Trainer(**LIGHTNING, **options, callbacks=[callback])
+    trainer.fit(Module(), torch.utils.data.DataLoader(range(1, 61)))
+    assert_planted(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own
@@ -207,12 +272,9 @@ def test_a_callback_watches_lightning(tmp_path, accumulated):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    options = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    options |= dict(enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path)
-    options |= dict(
-        callbacks=[example("Callback):\n    def on_train_start")["Watch"]()], max_steps=4
-    )
-    trainer = lightning.Trainer(accumulate_grad_batches=accumulated, **options)
+    options = dict(default_root_dir=tmp_path, accumulate_grad_batches=accumulated)
+    callback = example("Callback):\n    def on_train_start")["Watch"]()
+    trainer = lightning.Trainer(**LIGHTNING, **options, callbacks=[callback], max_steps=4)
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(32, 8), 4))
     runs = load_runs(tmp_path / "watched")
     expected = np.reshape(losses, (4, accumulated)).mean(1)

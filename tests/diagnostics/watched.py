@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from analysis import load_runs
 from lowprec.diagnostics import monitor as monitor_module
 from lowprec.diagnostics import watch
 from lowprec.diagnostics.spikes import PROTOCOLS
@@ -81,19 +82,51 @@ def assert_recorded(monitor, expected, rtol=1e-4):
     return rows
 
 
+class Planted(nn.Sequential):
+    """The model of `make`, which returns the loss of a step.
+
+    The loss has a spike at step 43, and its gradient at step 40.
+    """
+
+    def __init__(self):
+        model, optimizer = make()
+        super().__init__(*model)
+        self.optimizer = optimizer
+
+    def forward(self, step):
+        loss = loss_of(nn.Sequential(*self), int(step)) / 100 + (2.0 if step in (43, 44) else 0.0)
+        return loss + 29 * (loss - loss.detach()) if step == 40 else loss
+
+
 def planted(folder, saves, seed=0):
-    """A run with an RMS spike at step 40 and a loss spike at step 43, saved at these steps."""
-    model, optimizer = make()
-    monitor = watch(model, optimizer, flush=7, protocol=PROTOCOL)
+    """A run of `Planted`, saved at these steps."""
+    model = Planted()
+    monitor = watch(model, model.optimizer, flush=7, protocol=PROTOCOL)
     for step in range(1, 61):
-        optimizer.zero_grad()
-        loss = loss_of(model, step) / 100 + (2.0 if step in (43, 44) else 0.0)
-        (loss * (30.0 if step == 40 else 1.0)).backward()
+        model.optimizer.zero_grad()
+        loss = model(step)
+        loss.backward()
         monitor.loss(loss)
-        optimizer.step()
+        model.optimizer.step()
         if step in saves:
             monitor.save(folder, {"seed": seed, "optimizer.eps": 1e-6})
     return monitor
+
+
+def assert_planted(folder):
+    """A trainer's run of `Planted` is that of the plain loop, to the bit, with both spikes."""
+    planted(folder / "plain", (60,))
+    found, expected = load_runs(folder / "watched"), load_runs(folder / "plain")
+    assert len(found.metrics) == 60
+    keys = ["step", "loss", "lr", "grad_norm"]
+    assert found.metrics[keys].equals(expected.metrics[keys])
+    for statistic in STATISTICS:
+        table = found.tensors("*", statistic)
+        assert table.drop(columns="run").equals(
+            expected.tensors("*", statistic).drop(columns="run")
+        )
+    events = found.events.dropna(subset="spike")
+    assert [*zip(events["step"], events["spike"], strict=True)] == [(40, "rms"), (43, "loss")]
 
 
 def example(word, **names):
