@@ -1,19 +1,18 @@
 """Figures as data: which runs and values a figure shows, and its axes, panels and colors.
 
 `FIGURES` of `analysis/figures` has a row for each figure: `Lines`, `Points` (`analysis/points.py`),
-or `Panels` that functions draw. `Bespoke` is for a module that draws in its own way.
+or `Panels` that functions draw.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis import bench, comparison, measures, naming, panels, style
+from analysis import bench, comparison, measures, naming, panels, spike_marks, style
 from analysis.load import EXPERIMENTS, Runs
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
@@ -49,9 +48,8 @@ class Figure:
     """Which runs or lines a figure shows.
 
     A figure also has `query(runs)`, exactly the plotted numbers with a column `run` (of benchmark
-    lines, which are its argument, with a column `file`); `draw(frame, canvas)`, which sets the size
-    and draws all panels; and `caption(frame)`, which states the scale, the data, the runs, and
-    which are incomplete.
+    lines, which are its argument, with a column `file`), and `draw(frame, canvas)`, which sets the
+    size and draws all panels.
 
     Attributes:
         studies: the experiments that make the runs. The first one that has runs at a scale is
@@ -60,12 +58,16 @@ class Figure:
             one of the first; `*` for all of them.
         where: selects from rows of `Runs.runs` those that the figure is about.
         lines: the slug of a benchmark, whose lines are drawn in place of runs.
+        what: what the figure shows, the first words of the caption.
+        text: its sentences after the runs.
     """
 
     studies: tuple[str, ...] = ()
     same_but: tuple[str, ...] = ()
     where: Select = every
     lines: str = ""
+    what: str = ""
+    text: str = ""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -92,21 +94,21 @@ class Figure:
         """The runs that the figure is about."""
         return runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
 
+    def caption(self, frame: pd.DataFrame) -> str:
+        """States what is shown, of which runs, and which diverged; or the device of the lines."""
+        if self.lines:
+            return self.text + (
+                f" Measured on {bench.devices(frame)}." if "source" in frame else ""
+            )
+        what = self.words(frame)
+        text = f"{what[0].upper()}{what[1:]} of {measures.of_runs(frame)}. {self.text}".rstrip()
+        if set(spike_marks.THRESHOLDS) <= set(frame):
+            text += f" {spike_marks.in_words(frame)}"
+        return text + measures.caption_end(frame)
 
-@dataclass(eq=False, kw_only=True)
-class Bespoke(Figure):
-    """A figure that draws in its own way; see `of_module`."""
-
-    query: Callable[[Runs], pd.DataFrame]
-    draw: Callable[[pd.DataFrame, Canvas], None]
-    caption: Callable[[pd.DataFrame], str]
-
-    @classmethod
-    def of_module(cls, module: ModuleType, *studies: str, **which) -> "Bespoke":
-        """The figure of a module with the three functions, and perhaps `select`."""
-        which = {"where": getattr(module, "select", every), **which}
-        three = {name: getattr(module, name) for name in ("query", "draw", "caption")}
-        return cls(studies=studies, **which, **three)
+    def words(self, frame: pd.DataFrame) -> str:
+        """The first words of the caption."""
+        return self.what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,6 @@ class Lines(Figure):
         smooth: whether the median is a centered box average (`style.smooth`).
         band: config key, besides the seed, in which runs of one label may differ; a band from the
             smallest to the largest takes the place of their lines.
-        text: sentences of the caption, in which {methods} are those of the runs.
     """
 
     y: Axis = Axis(column="loss", label="training loss")
@@ -184,7 +185,6 @@ class Lines(Figure):
     split: Facet = in_one_panel
     smooth: bool = False
     band: str = ""
-    text: str = ""
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """One row per recorded step of each run, with the median over runs that share a label.
@@ -276,33 +276,24 @@ class Lines(Figure):
                 values = style.smooth(values, style.smoothing_width(len(values)))
             ax.plot(median["step"], values, **look)
 
+    def words(self, frame: pd.DataFrame) -> str:
+        """The y axis."""
+        return self.y.name(frame)
+
     def caption(self, frame: pd.DataFrame) -> str:
-        """Describes models, data, runs and lines, and names the runs that did not finish."""
-        runs = frame.drop_duplicates("run")
-        y = self.y.column
-        has_median = (frame[y].fillna(0) != frame[f"{y}_median"].fillna(0)).any()
-        median = " and thick the median of those that differ in seed alone" if has_median else ""
-        if has_median and self.smooth:
-            median += f", averaged over up to {style.SMOOTHING} steps"
-        label = self.y.name(frame)
+        """Adds what lines and the loss axis are."""
         text = (
-            f"{label[0].upper()}{label[1:]} of {measures.of_runs(frame)} "
-            f"({naming.join(sorted(runs['num_steps'].unique()))} steps, batch "
-            f"{naming.join(sorted(runs['batch_size'].unique()))}). {self.text} Thin: every step of "
-            f"each run{median}."
-        ).format(methods=measures.methods(runs))
+            super().caption(frame) + " Thin: runs; thick: the median of those that differ in seed"
+        )
+        text += f", averaged over up to {style.SMOOTHING} steps." if self.smooth else "."
         if self._has_one_color(frame):
             text += f" All runs: {frame['label'].iloc[0]}."
-        if y == "loss":
+        if self.y.column == "loss":
             text += (
                 " The loss axis ends at the largest loss, of runs that did not diverge, after the "
                 "first tenth, at most at twice the first loss."
             )
-        if self.facet not in ("", "label", "model.name"):
-            titles = [naming.setting(self.facet, value) for value in runs[self.column]]
-            pairs = zip(titles, runs["label"], strict=True)
-            runs = runs.assign(label=[", ".join(pair) for pair in pairs])
-        return text + measures.caption_end(runs)
+        return text
 
 
 @dataclass(eq=False, kw_only=True)
@@ -314,15 +305,14 @@ class Panels(Figure):
             columns `file` and perhaps `source`, the device.
         plots: each draws a panel of each part of the frame.
         facet: divides the frame into parts, with titles.
-        size: width, in columns of text, and height in inches of a panel.
-        text: sentences of the caption, or a function of the frame.
+        size: width, in columns of text, and height in inches of a panel, or a function of the
+            frame.
     """
 
     table: Callable[[Any], pd.DataFrame]
     plots: tuple[Callable[[pd.DataFrame, Axes], None], ...]
     facet: Facet = in_one_panel
-    size: tuple[float, float] = (1, 2.5)
-    text: str | Callable[[pd.DataFrame], str]
+    size: tuple[float, float] | Callable[[pd.DataFrame], tuple] = (1, 2.5)
 
     def query(self, source: Runs | pd.DataFrame) -> pd.DataFrame:
         """The table of the selected runs, or of benchmark lines."""
@@ -332,9 +322,10 @@ class Panels(Figure):
         """A column for each part and a row for each plot, whose panels share a y axis.
 
         The panels of one plot or one part stand in rows of two or three. A legend is below them,
-        unless a panel has its own.
+        unless a panel has its own. Axes that the plots add share a y axis, too.
         """
-        parts, (width, height) = self.facet(frame), self.size
+        parts = self.facet(frame)
+        width, height = self.size(frame) if callable(self.size) else self.size
         most = len(parts) if min(len(parts), len(self.plots)) > 1 else None
         axes = panels.grid(canvas, len(parts) * len(self.plots), height, most)
         canvas.set_figwidth(width * canvas.get_figwidth())
@@ -345,13 +336,8 @@ class Panels(Figure):
                 if title and not row:
                     ax.set_title(title)
             panels.share_limits([ax for ax in of_plot if ax.axison])
+        if added := [ax for ax in canvas.axes if ax not in axes]:
+            panels.share_limits(added)
         panels.label_outer([ax for ax in axes if ax.axison])
-        if not any(ax.get_legend() for ax in axes):
+        if not any(ax.get_legend() for ax in canvas.axes):
             panels.name_lines(canvas, axes)
-
-    def caption(self, frame: pd.DataFrame) -> str:
-        """Describes the panels, and names the devices, or the runs that did not finish."""
-        text = self.text if isinstance(self.text, str) else self.text(frame)
-        if not self.lines:
-            return text + measures.caption_end(frame, crosses=False)
-        return text + (f" Measured on {bench.devices(frame)}." if "source" in frame else "")

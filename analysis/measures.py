@@ -171,36 +171,25 @@ def by_run(
 
 
 def of_runs(frame: pd.DataFrame) -> str:
-    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`."""
+    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`, and the method if they share it."""
     models, data, scales = (frame[name].unique() for name in ("model", "data", "scale"))
     runs = comparison.counted(frame["run"].nunique(), "run")
     what = f"{naming.join(map(naming.model, models))} on {naming.join(data)}"
-    return f"{what}: {runs} at {naming.join(scales)} scale"
+    methods = frame.reindex(columns=["precision", "optimizer"]).dropna().drop_duplicates()
+    shared = [f", {naming.method(*pair)}" for pair in methods.itertuples(index=False)]
+    return f"{what}: {runs} at {naming.join(scales)} scale{shared[0] if len(shared) == 1 else ''}"
 
 
-def seeds(frame: pd.DataFrame, *by: str) -> str:
-    """`1 seed`, `2 and 5 seeds`: the numbers of seeds in the groups of runs by these columns."""
-    *fewer, most = sorted(set(frame.groupby(list(by))["seed"].nunique()))
-    return naming.join([*fewer, comparison.counted(most, "seed")])
-
-
-def caption_end(frame: pd.DataFrame, crosses: bool = True) -> str:
-    """Names the runs that diverged or are incomplete; `crosses`: the figure marks divergence."""
+def caption_end(frame: pd.DataFrame) -> str:
+    """Names the runs that diverged or are incomplete."""
     runs, text = frame.drop_duplicates("run"), ""
-    diverged = "Diverged (cross)" if crosses else "Diverged"
-    for state, word in (("diverged", diverged), ("incomplete", "Incomplete")):
+    for state in ("diverged", "incomplete"):
         named = runs[runs["label"].str.contains(f"({state}", regex=False)]
         if len(named):
             pairs = zip(named["model"], named["label"], strict=True)
             names = [f"{naming.model(model)} {label}" for model, label in pairs]
-            text += f" {word}: {'; '.join(names)}."
+            text += f" {state.capitalize()}: {'; '.join(names)}."
     return text
-
-
-def methods(frame: pd.DataFrame) -> str:
-    """The methods of the runs, in words."""
-    pairs = frame[["precision", "optimizer"]].drop_duplicates().itertuples(index=False)
-    return naming.join([naming.method(*pair) for pair in pairs])
 
 
 def _label(head: dict) -> str:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis import measures, naming, panels, style
+from analysis import naming, panels, style
 from analysis.grammar import WIDE, Axis, Facet, Figure, in_one_panel
 from analysis.load import Runs
 
@@ -30,8 +30,6 @@ class Points(Figure):
         means: "bar" at the mean of the runs at one place, "line" through the means, or "".
         hollow: marks the runs that have open points.
         facet: divides the frame into panels, with titles.
-        text: sentences of the caption, after the axes and the runs.
-        notes: sentences of the caption that depend on the frame.
     """
 
     table: Callable[[Runs], pd.DataFrame]
@@ -44,8 +42,6 @@ class Points(Figure):
     means: str = "bar"
     hollow: Callable[[pd.DataFrame], pd.Series] | None = None
     facet: Facet = in_one_panel
-    text: str = ""
-    notes: Callable[[pd.DataFrame], str] = lambda _: ""
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """The table of the selected runs."""
@@ -100,21 +96,15 @@ class Points(Figure):
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, y.log, WIDE)
 
+    def words(self, frame: pd.DataFrame) -> str:
+        """The y axes."""
+        labels = [y.name(frame).removesuffix(" (%)") for _, y in self._pairs(frame)]
+        return naming.join(dict.fromkeys(labels))
+
     def caption(self, frame: pd.DataFrame) -> str:
-        """Describes the axes, the runs and the points, and names the runs that did not finish."""
-        pairs = self._pairs(frame)
-        labels = dict.fromkeys(y.name(frame).removesuffix(" (%)") for _, y in pairs)
-        at = [pairs[0][0].column] if self.means else []  # without means, x is a measurement
-        seeds = measures.seeds(frame, "model", self.hue, *at)
-        text = f"{naming.join(labels)} of {measures.of_runs(frame)} ({seeds} of each setting)."
-        text = text[0].upper() + text[1:] + f" {self.text}" * bool(self.text)
-        means = {
-            "bar": "; bars: their means",
-            "line": "; lines: their means, with gaps where there are no runs",
-            "": "",
-        }[self.means]
-        text += f" Points: runs{means}; a cross: a run without a value.{self.notes(frame)}"
-        return text + measures.caption_end(frame)
+        """Adds what points are."""
+        means = f"; {self.means}s: their means" if self.means else ""
+        return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
 
     def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
         """The pairs of axes on which a run has both values, or else the first pair."""

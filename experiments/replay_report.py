@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.figures.point_of_no_return import CONTROL, PERTURBED, STAYS, UNCHANGED
+from analysis.figures.replays import CONTROL, PERTURBED, STAYS, UNCHANGED
 from lowprec.config.check import RunError
 from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs import durable

@@ -5,22 +5,17 @@ from analysis.figures import (
     features,
     formats,
     leads,
+    loss_and_rms,
     losses,
-    point_of_no_return,
-    rms_and_loss,
+    replays,
     scores,
     speed,
     spikes,
 )
-from analysis.grammar import Bespoke
 
 FIGURES = {
-    "point_of_no_return": Bespoke.of_module(point_of_no_return, "point_of_no_return"),
-    "rms_and_loss": Bespoke.of_module(rms_and_loss, "rms_and_loss", "stability"),
-    **{
-        f"spike_lead_{name}": Bespoke.of_module(rms_and_loss, f"spikes_vs_{name}")
-        for name in ("size", "batch", "lr")
-    },
+    **replays.FIGURES,
+    **loss_and_rms.FIGURES,
     **scores.FIGURES,
     **formats.FIGURES,
     **losses.FIGURES,

@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from analysis import measures, naming, spike_marks, style
+from analysis import spike_marks, style
 from analysis.grammar import Panels
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import (
@@ -26,7 +26,7 @@ from lowprec.diagnostics.spikes import (
 )
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
-HORIZON = 8  # of the caption: the paper's
+HORIZON = 8  # the paper's
 THRESHOLDS = {  # in steps of 12% to 21%
     "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),  # about 1 to 30, with the paper's 2.3
     "rho": 10 ** (np.arange(-29, 1) / 20),  # about 0.03 to 1
@@ -210,39 +210,6 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
     ax.yaxis.set_major_formatter(PercentFormatter(1))
 
 
-def about(frame: pd.DataFrame) -> str:
-    """The caption: the runs, the counting, and a comparison of the scores at HORIZON steps."""
-    runs, shares = frame.drop_duplicates("run"), transferred(frame)
-    text = (
-        f"Warnings of loss spikes in {measures.of_runs(runs)}, beta2 "
-        f"{naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} A warning "
-        f"begins where a score reaches a threshold: RMS_t or rho of {spike_marks.TENSOR}, the "
-        "deviation of the gradient norm from its running mean in standard deviations, or the "
-        "CUSUM of these deviations. A burst is one warning, as for RMS spikes, so low thresholds "
-        "give few. Left: precision, the share of warnings that a loss spike "
-        "follows within the horizon. Right: recall, the share of loss spikes with a warning within "
-        "the horizon before. Gray: by chance. Spikes are counted from detection. Each beta2 has "
-        "the threshold with the largest F1 in the runs of the other beta2; the band is a "
-        f"{LEVEL:.0%} interval from resampling runs within each beta2."
-    )
-    for counted_from in SIDES if shares else ():
-        f1 = {score: shares[counted_from, score, HORIZON][:, -1] for score in SCORES}
-        known = [score for score in SCORES[1:] if np.isfinite(f1["rms"] - f1[score]).any()]
-        others = (in_words_of_f1(score, f1["rms"], f1[score]) for score in known)
-        text += (
-            f" From {counted_from}, at {HORIZON} steps: F1 {f1['rms'][0]:.2f} with RMS_t; "
-            f"{'; '.join(others)}."
-        )
-    return text
-
-
-def in_words_of_f1(score: str, rms: np.ndarray, other: np.ndarray) -> str:
-    """A score's F1, row 0, and by how much it is below RMS_t's, with the interval."""
-    low, high = interval((rms - other)[1:])
-    words = {"rho": "rho", "deviation": "the deviation", "cusum": "CUSUM"}[score]
-    return f"{other[0]:.2f} with {words} (lower by {(rms - other)[0]:.2f}, {low:.2f} to {high:.2f})"
-
-
 FIGURES = {
     "spike_warnings": Panels(
         studies=("stability",),
@@ -252,6 +219,14 @@ FIGURES = {
             partial(plot, column=0, name="precision: warnings that a spike follows"),
             partial(plot, column=2, name="recall: spikes that have a warning"),
         ),
-        text=about,
+        what="warnings of loss spikes",
+        text="A warning begins where a score reaches a threshold: RMS_t or rho of the patch "
+        "embedding, the deviation of the gradient norm from its running mean in standard "
+        "deviations, or the CUSUM of these deviations. A burst is one warning, as for RMS spikes, "
+        "so low thresholds give few. Left: precision, the share of warnings that a loss spike "
+        "follows within the horizon. Right: recall, the share of loss spikes with a warning "
+        "within the horizon before. Gray: by chance. Spikes are counted from detection. Each "
+        "beta2 has the threshold with the largest F1 in the runs of the other beta2; the band is "
+        f"a {LEVEL:.0%} interval from resampling runs within each beta2.",
     )
 }

@@ -37,17 +37,6 @@ def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def about_magnitudes(frame: pd.DataFrame) -> str:
-    """The caption of `feature_magnitude`."""
-    first = sorted(frame.loc[frame["at"] == "first", "step"].unique())
-    return (
-        "Mean magnitude of the output of each block of the vision tower of "
-        f"{measures.of_runs(frame)}, at the first record (dotted: step {naming.join(first)}) and "
-        "the last (solid). After figure 5 (right), arXiv:2304.13013, which begins at "
-        f"initialization. All runs: {measures.methods(frame)}."
-    )
-
-
 SIZE_STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
 BF16, ROUNDING = "bf16", "bf16, other rounding"
 EARLY = 0.1  # of the steps: the early record
@@ -134,19 +123,6 @@ def plot_sizes(frame: pd.DataFrame, ax: Axes) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def about_sizes(frame: pd.DataFrame) -> str:
-    """The caption of `feature_size`."""
-    last, early = (
-        sorted(frame.loc[frame["at"] == at, "step"].unique()) for at in ("last", "early")
-    )
-    also = f" and {naming.join(early)} (open)" if early else ""
-    return (
-        "E[abs(x)] of the output of the last block of the vision tower of "
-        f"{measures.of_runs(frame)}, divided by that of the bf16 run with the same seed, at step "
-        f"{naming.join(last)} (filled){also}."
-    )
-
-
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
 DEPTHS = ("first block", "block at 1/3", "block at 2/3", "last block")
 BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
@@ -192,18 +168,6 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_ylim(0.8 * lowest, 1.25 * highest)
     ax.minorticks_off()
     panels.step_axis(ax)
-
-
-def about_gradients(frame: pd.DataFrame) -> str:
-    """The caption of `gradient_magnitude`."""
-    return (
-        "Gradient of mlp.c_proj.weight of blocks of the vision tower of "
-        f"{measures.of_runs(frame)}. After the appendix of arXiv:2304.13013, which shows the mean "
-        f"in place of the norm. Lines: centered box average over at most {style.SMOOTHING} records "
-        "of a run, edges cut; faint: every record. Gradients that are 0 or not finite are gaps, "
-        f"and the axes leave out the lowest {BELOW:.1%} of the others. All runs: "
-        f"{measures.methods(frame)}."
-    )
 
 
 PRODUCT, OPERAND = "grad_weight", "g"
@@ -270,24 +234,15 @@ def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
                     color=style.OTHER)  # fmt: skip
 
 
-def about_noises(frame: pd.DataFrame) -> str:
-    """The caption of `layer_noise`."""
-    terms = naming.join(f"{terms:,}" for terms in sorted(frame["terms"].unique()))
-    return (
-        f"Weight gradients of {frame['layer'].nunique()} layers of {measures.of_runs(frame)}, "
-        f"summed over {terms} tokens, if each recipe quantizes them: signal to quantization "
-        "noise, and the share of elements of the output gradient g that become 0. Lines: medians "
-        "of layers; bands: their middle half."
-    )
-
-
 FIGURES = {
     "feature_magnitude": Panels(
         studies=("feature_magnitude",),
         table=magnitudes,
         plots=(plot_magnitudes,),
         facet=by_model,
-        text=about_magnitudes,
+        what="mean magnitude of the output of each block of the vision tower",
+        text="Dotted: the first record; solid: the last. After figure 5 (right), arXiv:2304.13013, "
+        "which begins at initialization.",
     ),
     "feature_size": Panels(
         studies=SIZE_STUDIES,
@@ -296,7 +251,9 @@ FIGURES = {
         table=sizes,
         plots=(plot_sizes,),
         size=(1.7, 4.3),
-        text=about_sizes,
+        what="E[abs(x)] of the output of the last block of the vision tower",
+        text="Divided by that of the bf16 run with the same seed, at the last record (filled) and "
+        f"at the last of the first {EARLY:.0%} of the steps (open).",
     ),
     "gradient_magnitude": Panels(
         studies=("gradient_magnitude",),
@@ -304,7 +261,11 @@ FIGURES = {
         plots=(plot_gradients,),
         facet=by_label,
         size=(0.75, 2.2),
-        text=about_gradients,
+        what="gradient of mlp.c_proj.weight of blocks of the vision tower",
+        text="After the appendix of arXiv:2304.13013, which shows the mean in place of the norm. "
+        f"Lines: centered box average over at most {style.SMOOTHING} records of a run, edges cut; "
+        "faint: every record. Gradients that are 0 or not finite are gaps, and the axes leave out "
+        f"the lowest {BELOW:.1%} of the others.",
     ),
     "layer_noise": Panels(
         studies=("weight_gradient",),
@@ -313,6 +274,9 @@ FIGURES = {
         plots=(plot_noises, plot_zeros),
         facet=by("tower"),
         size=(1, 2.2),
-        text=about_noises,
+        what="weight gradients of layers",
+        text="If each recipe quantizes them: signal to quantization noise, and the share of "
+        "elements of the output gradient g that become 0. Lines: medians of layers; bands: their "
+        "middle half.",
     ),
 }

@@ -91,17 +91,6 @@ def plot_formats(frame: pd.DataFrame, ax: Axes, y: Axis) -> None:
                   + "axis not from 0)")  # fmt: skip
 
 
-def about_formats(frame: pd.DataFrame) -> str:
-    """The caption of `formats`."""
-    return (
-        f"Mean R@1 and validation loss of {measures.of_runs(frame)} "
-        f"({measures.seeds(frame, 'model', 'method')} of each setting). Bits: mean over the "
-        "operands of a layer's three products, with the scales of tiles; a product left in 16 bits "
-        "counts as 16, and a run that changes its format as the mean over its steps. Points: runs; "
-        "bars: their means; a cross: a run without a value."
-    )
-
-
 FIGURES = {
     "formats": Panels(
         studies=("formats", "accuracy_vs_size"),
@@ -109,6 +98,9 @@ FIGURES = {
         table=by_bits,
         plots=tuple(partial(plot_formats, y=score) for score in SCORES),
         size=(1, 3),
-        text=about_formats,
+        what="mean R@1 and validation loss",
+        text="Bits: mean over the operands of a layer's three products, with the scales of tiles; "
+        "a product left in 16 bits counts as 16, and a run that changes its format as the mean "
+        "over its steps. Points: runs; bars: their means; a cross: a run without a value.",
     )
 }

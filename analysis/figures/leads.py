@@ -71,34 +71,6 @@ def plot_leads(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_xticks(range(int(counts.index.min()), int(counts.index.max()) + 1, 2))
 
 
-def about_leads(frame: pd.DataFrame) -> str:
-    """The caption of `lead_histogram`: the runs, the counting, and the shares of both sides."""
-    runs, most = frame.drop_duplicates("run"), int(frame["lead"].max())
-    text = (
-        f"Loss spikes of {measures.of_runs(runs)}, by the steps from an RMS spike of "
-        f"{spike_marks.TENSOR}: the latest at or before the loss spike, or else the next. "
-        f"{spike_marks.in_words(frame)} Dark: spikes over {spike_marks.LARGE:g} nat. Dotted: by "
-        "chance, if RMS spikes were shifted along the run."
-    )
-    for name, part in frame.groupby("counted_from", sort=False):
-        text += f" From the {name}: {in_words(part, 'num_spikes', most)}; "
-        text += f"over {spike_marks.LARGE:g} nat: {in_words(part, 'num_large', most)}."
-    counts = runs.groupby(["model", "label"]).size()  # which include controls
-    counts = [f"{num} of {naming.model(m)}, {label}" for (m, label), num in counts.items()]
-    text += f" Runs: {'; '.join(counts)}."
-    return f"{text} The paper: {paper.FOLLOWING_SAID}."
-
-
-def in_words(frame: pd.DataFrame, column: str, most: int) -> str:
-    """`of 187 spikes, 102 come 1 to 8 steps after, 41 at the step of and 13 before one`."""
-    counts = frame.groupby("lead")[column].sum()
-    before, at, after = (counts[np.sign(counts.index) == sign].sum() for sign in (-1, 0, 1))
-    return (
-        f"of {frame[column].sum():.0f} spikes, {after:.0f} come 1 to {most} steps after, "
-        f"{at:.0f} at the step of and {before:.0f} before one"
-    )
-
-
 NUM_TENSORS = 15  # drawn
 LEVEL = 0.05  # false discovery rate
 OF_A_TENSOR = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "expected")
@@ -176,22 +148,6 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     ax.legend(loc="lower right")
 
 
-def about_tensors(frame: pd.DataFrame) -> str:
-    """The caption of `tensors_before_spikes`: how spikes are counted, the tensor with least `p`."""
-    runs, table = frame.drop_duplicates("run"), pooled(frame)
-    text = (
-        f"Loss spikes after RMS spikes of each tensor in {measures.of_runs(runs)}, "
-        f"beta2 {naming.join(sorted(runs['beta2'].unique()))}. {spike_marks.in_words(frame)} Loss "
-        "spikes are counted from their onset. Orange: tensors after whose RMS spikes more loss "
-        f"spikes follow than by chance, at a false discovery rate of {LEVEL:g} over the "
-        f"{len(table)} tensors with RMS spikes, if loss spikes are independent of each other."
-    )
-    for name, row in table.head(1).iterrows():
-        text += f" {name}: {row['num_following']:.0f} of {row['num_loss_spikes']:.0f} follow its "
-        text += f"{row['num_rms_spikes']:.0f} RMS spikes, {row['expected']:.1f} by chance."
-    return f"{text} The paper: {paper.FOLLOWING_SAID}."
-
-
 FIGURES = {
     "lead_histogram": Panels(
         studies=("stability", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch"),
@@ -200,7 +156,10 @@ FIGURES = {
         table=leads,
         plots=(plot_leads,),
         facet=by("counted_from", lambda _: ""),  # the axes name it
-        text=about_leads,
+        what="loss spikes, by the steps from an RMS spike of the patch embedding,",
+        text="The RMS spike is the latest at or before the loss spike, or else the next. Dark: "
+        f"spikes over {spike_marks.LARGE:g} nat. Dotted: by chance, if RMS spikes were shifted "
+        f"along the run. The paper: {paper.FOLLOWING_SAID}.",
     ),
     "tensors_before_spikes": Panels(
         studies=("stability",),
@@ -208,6 +167,10 @@ FIGURES = {
         table=tensors,
         plots=(plot_tensors,),
         size=(2, 3.6),
-        text=about_tensors,
+        what="loss spikes after RMS spikes of each tensor",
+        text="Counted from the onset of the loss spikes. Orange: tensors after whose RMS spikes "
+        "more loss spikes follow than by chance, at a false discovery rate of "
+        f"{LEVEL:g} over the tensors with RMS spikes, if loss spikes are independent of each "
+        f"other. The paper: {paper.FOLLOWING_SAID}.",
     ),
 }

@@ -119,7 +119,7 @@ FIGURES = {
         hue=SCHEDULE,
         facet="label",
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
-        "t, in parentheses its value at the last step. All runs: {methods}.",
+        "t, in parentheses its value at the last step.",
     ),
     **{
         f"spikes_vs_{name}": Lines(
@@ -127,7 +127,7 @@ FIGURES = {
             same_but=(key,),
             hue=BETA2,
             facet=key,
-            text=f"After {after}, arXiv:2304.13013. All runs: {{methods}}.",
+            text=f"After {after}, arXiv:2304.13013.",
         )
         for name, (key, after) in SWEEPS.items()
     },

@@ -1,15 +1,12 @@
 """Figures with a point for each run: accuracy, validation loss and features by setting."""
 
-import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
-from analysis import comparison, evidence, measures, naming, paper, spike_marks, style
-from analysis.comparison import counted
+from analysis import comparison, measures, naming, spike_marks, style
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points
@@ -113,8 +110,6 @@ ROUNDING, SEEDS, OTHERS = "rounding alone", "seeds", "seeds of other\nrecipes, c
 ARMS = {ROUNDING: style.color("bf16", "stable_adamw"), SEEDS: style.color("bf16", "adamw_clip"),
         OTHERS: style.OTHER}  # fmt: skip
 ARMS_IN_PRINT = {ROUNDING: f"{ROUNDING}\n(open: not compiled)"}
-LOSS_MARGIN = 1.0  # % of the validation loss: the claims' until 2026-11-26
-POWER = 0.8
 
 
 def beside_rounding(heads: pd.DataFrame) -> pd.DataFrame:
@@ -140,44 +135,6 @@ def arms_of_rounding(runs: Runs) -> pd.DataFrame:
     arms = [heads[same].assign(arm=ROUNDING), seeds.assign(arm=SEEDS), others.assign(arm=OTHERS)]
     frame = pd.concat(arms, ignore_index=True)[["arm", *measures.OF_A_RUN, "compile", *MEASURES]]
     return frame[frame[list(MEASURES)].notna().any(axis=1)]
-
-
-def deviation(frame: pd.DataFrame, arm: str, measure: str) -> float:
-    """The standard deviation of a score within recipes over the runs of an arm, or NaN."""
-    part = frame[frame["arm"] == arm]
-    return part[measure].std(ddof=part["precision"].nunique())
-
-
-def seeds_needed(deviation: float, margin: float) -> int:
-    """Pairs of runs that show the equality of equal methods within a margin, with POWER.
-
-    By two one-sided tests at 5%, if the differences of pairs have this standard deviation.
-    """
-    nums = np.arange(2, 10 * (deviation / margin) ** 2 + 20)
-    most = stats.t.ppf(0.95, nums - 1)
-    power = 2 * stats.t.cdf(margin * np.sqrt(nums) / deviation - most, nums - 1) - 1
-    return int(nums[power >= POWER][0])
-
-
-def noise_of_rounding(frame: pd.DataFrame) -> str:
-    """The standard deviations of both arms, and the seeds that equality takes."""
-    text, points = "", (paper.EQUAL, evidence.MARGIN)
-    for arm, part in frame.groupby("arm"):
-        recall = deviation(frame, arm, "recall")
-        loss = 100 * deviation(frame, arm, "validation_loss") / part["validation_loss"].mean()
-        text += (
-            f" Standard deviation over {' '.join(arm.split())} ({counted(len(part), 'run')}): "
-            f"{recall:.2g} points of R@1 and {loss:.2g}% of the loss."
-        )
-        if recall > 0 and loss > 0:
-            pairs = [seeds_needed(math.sqrt(2) * recall, margin) for margin in points]
-            pairs.append(seeds_needed(math.sqrt(2) * loss, LOSS_MARGIN))
-            text += (
-                f" Equal methods, compared in pairs of such runs, are shown to be equal within "
-                f"{naming.join(points)} points and {LOSS_MARGIN:g}% of the loss with {POWER:.0%} "
-                f"power by {naming.join(pairs)} pairs."
-            )
-    return text
 
 
 EARLY = 0.2  # of the steps: the record of features
@@ -275,22 +232,6 @@ def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
     return comparison.distinct(spike_marks.of_adamw(heads))
 
 
-def correlations(frame: pd.DataFrame) -> tuple[float, float]:
-    """Spearman's correlation with R@1: over all runs, and of ranks within settings."""
-    over_runs = stats.spearmanr(frame["logit_max"], frame["recall"]).statistic
-    ranks = frame.groupby("setting")[["logit_max", "recall"]].rank()
-    ranks -= ranks.groupby(frame["setting"]).transform("mean")
-    within = ranks["logit_max"].corr(ranks["recall"]) if (ranks != 0).any(axis=None) else np.nan
-    return float(over_runs), float(within)
-
-
-def correlations_in_words(frame: pd.DataFrame) -> str:
-    """Both correlations."""
-    over_runs, within = correlations(frame)
-    text = f" Spearman's correlation is {over_runs:.2f} over all runs, which compares settings"
-    return text + (f", and {within:.2f} within settings." if np.isfinite(within) else ".")
-
-
 COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
 PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
     "none", "output", "input\ngradient", "weight\ngradient"), strict=True))  # fmt: skip
@@ -341,7 +282,6 @@ FIGURES = {
         hollow=lambda frame: ~frame["compile"],
         text="Left: one seed, with learning rates that differ in the last digits, or without "
         "compilation (open). Middle: seeds. Right: seeds of other recipes, moved to the same mean.",
-        notes=noise_of_rounding,
     ),
     "recipes_by_size": Points(
         studies=("weight_gradient",),
@@ -386,6 +326,5 @@ FIGURES = {
         look=look_of_model,
         text=f"Where the legend does not say: {', '.join(USUAL)}.",
         means="",
-        notes=correlations_in_words,
     ),
 }  # fmt: skip

@@ -7,7 +7,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import measures, naming, panels, spike_marks, style
-from analysis.comparison import counted
 from analysis.grammar import Panels, by
 from analysis.load import Runs
 
@@ -91,32 +90,6 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
         ax.plot([], [], "o", color=style.OTHER, mfc="white", ms=4, label=AFTER_RESET)
     ax.set(ylabel="mean R@1 at the end (%)", title="one point per run; thin lines: min to max")
     _name_axis(ax, frame)
-
-
-def about_heights(frame: pd.DataFrame) -> str:
-    """The caption of `spike_heights`: describes the runs and counts the spikes."""
-    ends, spikes = (frame[frame["part"] == part] for part in ("runs", "spikes"))
-    counts = "; ".join(
-        f"{naming.optimizer_name(name)} {(spikes['optimizer'] == name).sum()} in "
-        f"{counted(num, 'run')}"
-        for name, num in ends.groupby("optimizer").size().items()
-    )
-    return (
-        f"Loss spikes and retrieval of {measures.of_runs(ends)}, beta2 "
-        f"{naming.join(sorted(ends['beta2'].unique()))}. {spike_marks.in_words(frame)} Left: "
-        "height of each loss spike, its largest loss minus the median loss of the window before "
-        f"it; bars: medians; triangles: lower than {FLOOR:g}. Right: mean R@1 of both directions "
-        "at the last step; the points are seeds, the lines (with gaps where an optimizer was not "
-        "run) or bars are their means, and the vertical lines go from the smallest to the largest. "
-        f"{_of_resets(ends)}Loss spikes: {counts}."
-    )
-
-
-def _of_resets(ends: pd.DataFrame) -> str:
-    names = ends.loc[ends["after_reset"], "optimizer"].unique()
-    if not len(names):
-        return ""
-    return f"Open points: {naming.join(naming.optimizer_name(n) for n in names)}, {AFTER_RESET}. "
 
 
 def _color(frame: pd.DataFrame, optimizer: str) -> str | tuple:
@@ -211,23 +184,18 @@ def plot_scale_around(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_yscale("log", base=2)
 
 
-def about_scales(frame: pd.DataFrame) -> str:
-    """The caption of `loss_scaler`."""
-    return (
-        f"{AROUND} steps on either side of the highest loss spike of {measures.of_runs(frame)}, a "
-        "line for each. After the appendix of arXiv:2304.13013. Orange ticks: steps in which the "
-        "gradient of some tensor was not finite, so that the step (dynamic scaler) or the tensor "
-        "(fixed) was skipped."
-    )
-
-
 FIGURES = {
     "spike_heights": Panels(
         studies=("stability",),
         table=heights,
         plots=(plot_heights, plot_recall),
         size=(1, 3.0),
-        text=about_heights,
+        what="loss spikes and retrieval",
+        text="Left: height of each loss spike, its largest loss minus the median loss of the "
+        f"window before it; bars: medians; triangles: lower than {FLOOR:g}. Right: mean R@1 of "
+        "both directions at the last step; the points are seeds, the lines (with gaps where an "
+        "optimizer was not run) or bars are their means, and the vertical lines go from the "
+        f"smallest to the largest. Open points: {AFTER_RESET}.",
     ),
     "loss_scaler": Panels(
         studies=("loss_scaler",),
@@ -236,6 +204,9 @@ FIGURES = {
         plots=(plot_loss_around, plot_scale_around),
         facet=by("scaler", "{} loss scale".format),
         size=(0.9, 1.8),
-        text=about_scales,
+        what=f"{AROUND} steps on either side of the highest loss spike",
+        text="A line for each run. After the appendix of arXiv:2304.13013. Orange ticks: steps in "
+        "which the gradient of some tensor was not finite, so that the step (dynamic scaler) or "
+        "the tensor (fixed) was skipped.",
     ),
 }

@@ -5,6 +5,7 @@ import pytest
 
 from analysis import load_runs
 from analysis.figures import point_of_no_return
+from analysis.figures.replays import shares as shares_of
 from experiments import compact
 from experiments.replay_report import Replay, table
 from lowprec.diagnostics.spikes import Protocol
@@ -51,7 +52,7 @@ def runs(make_run, tmp_path):
 def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     frame = point_of_no_return.query(load_runs(runs))
     assert set(frame["change"]) == {BETA2, CLIP, "perturbed"} and frame["exact"].all()
-    shares = point_of_no_return.shares(frame)
+    shares = shares_of(frame)
     assert shares["share"].round(3).to_dict() == {
         (CLIP, 1): 0.5,
         (CLIP, 4): 0.5,
@@ -65,9 +66,6 @@ def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     cells = ["2 of 2", "1 of 2", "1 of 2", "1 of 2", "17%", "17%"]  # from the earliest
     assert [text.get_text() for text in ax.texts] == cells
     assert [text.get_text() for text in ax.get_xticklabels()] == ["4", "1"]
-    caption = point_of_no_return.caption(frame)
-    assert "2 spikes, 4 to 4 nats high" in caption and "1 and 3 replays" in caption
-    assert "From 4 of 4 steps" in caption
 
 
 def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, tmp_path):

@@ -3,11 +3,14 @@
 Tests that read the records of many studies are slow; CI runs them.
 """
 
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from analysis import evidence, load_runs, measures, naming, paper
 from analysis.figures import (
@@ -15,9 +18,9 @@ from analysis.figures import (
     attention_logits,
     feature_size,
     recipes_by_size,
+    rounding,
 )
 from analysis.figures import early_warnings as predictors
-from analysis.figures import scores as scores_of_runs
 from analysis.load import load_all
 from tests.analysis.test_spike_claims import permuted
 
@@ -224,9 +227,36 @@ def test_features_by_recipe_are_those_of_the_records(everything):
 def test_attention_logits_are_those_of_the_records(everything):
     studies = attention_logits.studies
     runs = everything.where(everything.summaries["experiment"].isin(studies))
-    over_runs, within = scores_of_runs.correlations(frame := attention_logits.query(runs))
+    frame = attention_logits.query(runs)
+    over_runs = stats.spearmanr(frame["logit_max"], frame["recall"]).statistic
     assert f"correlation {over_runs:.2f} over {len(frame)} runs" in PAGE
-    assert f"(within a setting: {within:.2f})" in PAGE
+    ranks = frame.groupby("setting")[["logit_max", "recall"]].rank()
+    ranks -= ranks.groupby(frame["setting"]).transform("mean")
+    assert f"(within a setting: {ranks.corr().iloc[0, 1]:.2f})" in PAGE
+
+
+@pytest.mark.slow
+def test_pairs_of_runs_that_show_equality_are_those_of_the_records(everything):
+    at = everything.summaries
+    is_its = at["experiment"].isin(rounding.studies) & (at["scale"] == "mini")
+    frame = rounding.query(everything.where(is_its))
+    alone = frame[frame["arm"] == "rounding alone"]
+    recall, loss = alone[["recall", "validation_loss"]].std()
+    loss *= 100 / alone["validation_loss"].mean()
+    pairs = [pairs_needed(*each) for each in ((recall, 0.5), (loss, 1), (recall, paper.EQUAL))]
+    text = words_of("repeatability")
+    assert f"{recall:.2f} points (" in text and f"{loss:.1f}% of the validation loss" in text
+    assert f"{pairs[0]} pairs of runs with this deviation" in text
+    assert f"{pairs[1]} for 1% of the validation loss, and {pairs[2]} for the paper's" in text
+
+
+def pairs_needed(deviation, margin, power=0.8):
+    """Pairs of runs by which two one-sided tests at 5% show equality of equal methods."""
+    ratio = margin / (math.sqrt(2) * deviation)
+    nums = np.arange(2, int(20 / ratio**2) + 20)
+    most = stats.t.ppf(0.95, nums - 1)
+    reached = 2 * stats.t.cdf(ratio * np.sqrt(nums) - most, nums - 1) - 1
+    return nums[reached >= power][0]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import warnings
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from analysis import measures, naming, spike_marks, style
+from analysis import measures, naming, spike_marks
 from analysis.comparison import counted
+from analysis.grammar import Panels
 from analysis.load import Runs
 from analysis.run_files import as_path
 from lowprec.runs.read import read_file
@@ -33,7 +33,7 @@ REPLAY = ["step", "change", "change_from", "perturbation"]  # identifies a repla
 SPIKE = ["run", "step"]
 
 
-def query(runs: Runs) -> pd.DataFrame:
+def replays(runs: Runs) -> pd.DataFrame:
     """Returns one row per replay whose change begins before the spike, of runs that have tables.
 
     Spikes up to `spike_marks.LARGE` nats high are left out: they are hardly higher than the scatter
@@ -119,35 +119,21 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_title("spikes that a change removes")
 
 
-def draw(frame: pd.DataFrame, figure: Figure) -> None:
-    """Draws the grid, as high as it has changes."""
-    num = len(shares(frame).index.unique("change"))
-    figure.set_size_inches(1.7 * style.COLUMN_WIDTH, 1 + 0.24 * num)
-    plot(frame, figure.subplots())
+def size(frame: pd.DataFrame) -> tuple[float, float]:
+    """As high as there are changes."""
+    return 1.7, 1 + 0.24 * len(shares(frame).index.unique("change"))
 
 
-def caption(frame: pd.DataFrame) -> str:
-    """Describes runs, spikes and replays, and when a spike counts as gone."""
-    runs, spikes = frame.drop_duplicates("run"), frame.drop_duplicates(SPIKE)
-    starts = frame.drop_duplicates([*SPIKE, "change_from"])
-    heights = spikes["height_of_control"]
-    text = (
-        f"Loss spikes that a change removes, by the step at which it begins, in "
-        f"{measures.of_runs(runs)} ({measures.methods(runs)}): {counted(len(spikes), 'spike')}, "
-        f"{heights.min():.2g} to {heights.max():.2g} nats high. A spike is gone if it is lower "
-        f"than {STAYS:.0%} of its height in an unchanged replay. From {starts['exact'].sum()} of "
-        f"{len(starts)} steps, unchanged replays have exactly the recorded losses."
+FIGURES = {
+    "point_of_no_return": Panels(
+        studies=("point_of_no_return",),
+        table=replays,
+        plots=(plot,),
+        size=size,
+        what="loss spikes that a change removes, by the step at which it begins,",
+        text=f"A spike is gone if it is lower than {STAYS:.0%} of its height in an unchanged "
+        "replay. Last row, if there is one: the share of replays that change nothing but the last "
+        "digit of the weights, in which a spike is gone by chance. Batches left out: those from "
+        "the given step up to the spike's own, in place of which training goes on with the next.",
     )
-    perturbed = frame[frame["change"] == PERTURBED]
-    if len(perturbed):
-        num = naming.join(sorted(perturbed.groupby([*SPIKE, "change_from"]).size().unique()))
-        text += (
-            f" Last row: {num} replays of each spike and step that change nothing but the last "
-            "digit of the weights, and in which a spike is gone by chance."
-        )
-    if frame["left_out"].notna().any():
-        text += (
-            " Batches left out: those from the given step up to the spike's own, in place of which "
-            "training goes on with the next ones."
-        )
-    return text + measures.caption_end(runs, crosses=False)
+}
