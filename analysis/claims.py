@@ -38,6 +38,7 @@ from analysis.evidence import (
 )
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
+from analysis.spike_judges import Cause
 from lowprec.runs import durable
 
 VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
@@ -91,11 +92,13 @@ STABLE = partial(
     studies=OF_BETA2,
     least_beta2=0.99,
 )
-CAUSES = {  # what loss spikes grow with: its config key, the studies that vary it
-    "model size": ("model.name", ("spikes_vs_size", "stability")),
-    "batch size": ("batch_size", ("spikes_vs_batch", "stability")),
-    "the learning rate": ("optimizer.lr", ("spikes_vs_lr", "stability")),
-    "beta2": ("optimizer.beta2", OF_BETA2),
+CAUSES = {  # what loss spikes grow with
+    "model size": Cause(
+        "model.name", ("spikes_vs_size", "stability"), ("mini_b", "mini_l", "mini_h")
+    ),
+    "batch size": Cause("batch_size", ("spikes_vs_batch", "stability"), (256, 512, 1024)),
+    "the learning rate": Cause("optimizer.lr", ("spikes_vs_lr", "stability"), (1e-3, 2e-3, 4e-3)),
+    "beta2": Cause("optimizer.beta2", OF_BETA2, (0.5, 0.8, 0.9, 0.98, 0.99, 0.995, 0.999)),
 }
 BY_EYE = "(read from draft plots, +-0.2)"
 TREND = (

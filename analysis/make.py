@@ -6,7 +6,7 @@ draws every figure that DIR supports, `pictures` each picture DIR/**/SLUG.png an
 judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
-same runs give the same files. Figures of incomplete or mixed runs are marked: `analysis/study.py`.
+same runs give the same files. Figures of incomplete or mixed runs are marked.
 """
 
 import hashlib
@@ -22,17 +22,18 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import claims, cli, study
+from analysis import claims, cli
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.figures import FIGURES
 from analysis.load import NoRunsError, Runs, command, load_all
-from analysis.run_files import as_path
+from analysis.run_files import NO_TENSORS, as_path
 from analysis.style import save, style
 from lowprec.config.schema import SCALES
 from lowprec.nearest import nearest
 from lowprec.runs import durable
 from lowprec.runs.environment import commit, package_version
+from lowprec.runs.read import ENDED
 from lowprec.waiting import doing
 
 MARK_COLOR = "#A61C00"
@@ -186,12 +187,27 @@ def _of_runs(
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     scale = drawn["scale"].dropna().iloc[0]
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
-    mark = study.mark_of_runs(drawn, lost)
+    mark = mark_of_runs(drawn, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
     return frame, {"mark": mark, "note": "", "runs": rows, "left_out": left_out}, scale
+
+
+def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
+    """What is incomplete or mixed in a figure, in words; "" if nothing is.
+
+    `drawn`: the drawn rows of `Runs.runs`; `num_lost` runs could not be drawn.
+    """
+    incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
+    data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
+    texts = {
+        f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
+        f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
+        f"{data.nunique()} different data sets": data.nunique() > 1,
+    }
+    return "; ".join(text for text, holds in texts.items() if holds)
 
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:

@@ -1,11 +1,13 @@
 """Judges the claims about loss spikes and loss scales, as `analysis/judges.py` does the others."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis import comparison, evidence, naming, spike_marks, study
+from analysis import comparison, evidence, naming, spike_marks
 from analysis.comparison import counted
 from analysis.evidence import (
     FOLLOWING,
@@ -35,29 +37,47 @@ PRINTED = {"model.name": naming.MODELS, "optimizer.name": OPTIMIZERS}  # varied:
 EARLIER = {SPIKES: "frozen on 2026-11-22", HIGHEST: "of 2026-11-23"}  # rules on trends
 
 
-def trend(
-    records: Evidence, cause: str, causes: Mapping[str, tuple[str, Sequence[str]]], value: str
-) -> Finding:
+class Cause(NamedTuple):
+    """A setting with which loss spikes may grow: its config key, the studies that vary it, levels.
+
+    The levels are those that the file of the first of these studies names.
+    """
+
+    key: str
+    studies: Sequence[str]
+    levels: Sequence
+
+    def counts(self, records: Evidence, levels: Sequence | None = None) -> pd.DataFrame:
+        """AdamW's runs that agree in all else, at the levels or (None) at any value."""
+        counts = records.spikes(self.studies)
+        counts = counts[counts["optimizer.name"] == "adamw"]
+        if levels is not None:
+            counts = counts[counts[self.key].isin(list(levels))]
+        counts = comparison.comparable(counts, self.key)
+        if counts[self.key].nunique() < 2:
+            what = f"two values of {self.key} with all else equal"
+            raise records.lacking(what, self.studies)
+        return counts
+
+
+def trend(records: Evidence, cause: str, causes: Mapping[str, Cause], value: str) -> Finding:
     """Judges whether loss spikes grow with a setting: Page's test over its levels, within seeds.
 
-    `causes` has, for each of the settings that are tested together, its config key and the studies
-    with its runs. The levels are those that the file of the first of these studies names. Holm's
-    correction is over the settings with two seeds at three levels or more. `value` is the number of
-    spikes per run, or HIGHEST. The reason ends with the verdict by the earlier rule.
+    `causes` are the settings that are tested together. Holm's correction is over those with two
+    seeds at three levels or more. `value` is the number of spikes per run, or HIGHEST. The reason
+    ends with the verdict by the earlier rule.
     """
     up, down = {}, {}
-    for name, (key, studies) in causes.items():
-        try:
-            counts = _levels(records, key, studies)
-        except NoRunsError:
-            continue
-        by_seed = counts.pivot_table(value, "seed", key)[_in_order(counts, key)].dropna()
-        if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
-            up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
-    key, studies = causes[cause]
-    counts = _levels(records, key, studies)
+    for name, other in causes.items():
+        with contextlib.suppress(NoRunsError):
+            counts = other.counts(records, other.levels)
+            by_seed = counts.pivot_table(value, "seed", other.key)
+            by_seed = by_seed[_in_order(counts, other.key)].dropna()
+            if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
+                up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
+    key, counts = causes[cause].key, causes[cause].counts(records, causes[cause].levels)
     ours, _ = _by_value(counts, key, value)
-    earlier = f"by the rule {EARLIER[value]}: {_earlier_verdict(records, key, studies, value)}"
+    earlier = f"by the rule {EARLIER[value]}: {_earlier_verdict(records, causes[cause], value)}"
     if cause not in up:
         ours, why = f"{ours} ({_runs(counts)})", "one seed"
         if counts[key].nunique() < 3:
@@ -71,32 +91,16 @@ def trend(
     return finding._replace(why="; ".join(filter(None, (finding.why, earlier))))
 
 
-def _levels(records: Evidence, key: str, studies: Sequence[str]) -> pd.DataFrame:
-    """AdamW's runs at the levels of a setting that the first study with a file names."""
-    counts = _of_adamw(records, studies)
-    scale = counts["scale"].iloc[0]
-    named = next(filter(None, (study.levels(name, scale, key) for name in studies)), [])
-    counts = comparison.comparable(counts[counts[key].isin(named)], key)
-    if counts[key].nunique() < 2:
-        raise records.lacking(f"two values of {key} with all else equal", studies)
-    return counts
-
-
-def _of_adamw(records: Evidence, studies: Sequence[str]) -> pd.DataFrame:
-    counts = records.spikes(studies)
-    return counts[counts["optimizer.name"] == "adamw"]
-
-
-def _earlier_verdict(records: Evidence, key: str, studies: Sequence[str], value: str) -> str:
-    """The verdict of the rule until 2026-11-26: all levels in order, last minus first above 0."""
-    counts = comparison.comparable(_of_adamw(records, studies), key)
-    values = _in_order(counts, key)
-    means = [counts.loc[counts[key] == one, value].mean() for one in values]
-    unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
-    differences = evidence.difference(counts, key, values[-1], values[0], value)
-    finding = records.larger("", differences, unless)
+def _earlier_verdict(records: Evidence, cause: Cause, value: str) -> str:
+    """The verdict of the rule until 2026-11-26: all values in order, last minus first above 0."""
+    counts = cause.counts(records)
+    values = _in_order(counts, cause.key)
+    means = [counts.loc[counts[cause.key] == one, value].mean() for one in values]
     if not max(means):
-        finding = Finding("", UNDECIDED, "no spikes")
+        return f"{UNDECIDED} (no spikes)"
+    unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
+    differences = evidence.difference(counts, cause.key, values[-1], values[0], value)
+    finding = records.larger("", differences, unless)
     return finding.verdict + (f" ({finding.why})" if finding.why else "")
 
 

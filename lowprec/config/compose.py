@@ -78,11 +78,6 @@ def compose_command(
     return composed
 
 
-def without_sweep(overrides: list[str]) -> Config:
-    """The checked config of single overrides; the sweep of the experiment they name is left out."""
-    return check(_compose(tuple(overrides), "train", Config, None))
-
-
 def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple[str, ...]]:
     """The single overrides of each run that a command line asks for, in the order they run.
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from analysis import load_runs
+from analysis.make import mark_of_runs
 from analysis.run_files import read_metrics
-from analysis.study import mark_of_runs
 from lowprec.config.schema import DiagnosticsConfig
 from lowprec.runs.read import read_rows
 

@@ -7,8 +7,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from analysis import naming
+from analysis.claims import CAUSES
 from analysis.evidence import UNDECIDED, Evidence, holm, page
+from analysis.run_files import flatten
 from lowprec.clip.model import build_model
+from lowprec.config.compose import compose_command
 from lowprec.config.schema import (
     DiagnosticsConfig,
     InterventionConfig,
@@ -16,6 +20,7 @@ from lowprec.config.schema import (
     ScalerConfig,
     SpikeConfig,
 )
+from lowprec.runs.identity import to_dict
 from tests.analysis.conftest import spiking
 from tests.analysis.test_claims import FAILED, HELD, one
 
@@ -201,6 +206,20 @@ def test_a_trend_needs_three_levels_and_is_corrected_for_the_settings_tested(spi
     finding = one(root, "C9", "loss spikes grow with the learning rate")
     assert "p = 0.028, 0.056 by Holm for 2 settings" in finding.ours
     assert finding.verdict == UNDECIDED
+
+
+@pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
+def test_levels_of_a_cause_are_those_of_its_study_and_of_the_one_it_extends(cause):
+    levels = set()
+    for study in (cause.studies[0], "stability"):
+        words = [f"experiment={study}_mini", "data.train=-", "data.val=-"]
+        runs = compose_command(words, multirun=True)[: None if study == cause.studies[0] else 1]
+        levels |= {flatten(to_dict(run.config))[cause.key] for run in runs}
+    assert list(cause.levels) == sorted(levels, key=order)
+
+
+def order(level):
+    return naming.rank(level, naming.MODELS) if isinstance(level, str) else level
 
 
 def permuted(by_seed):
