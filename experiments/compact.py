@@ -1,4 +1,4 @@
-"""Copies run records without checkpoints and with only some tensors, so that they are small.
+r"""Copies run records without checkpoints and with only some tensors, so that they are small.
 
     python -m experiments.compact run=runs/run/nano-bf16-adamw-s0-0123456789 out=results/nano \
         'tensors=[visual.conv1.weight,*resblocks.0.*]'
