@@ -204,6 +204,7 @@ def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) 
     if not named:
         return
     ncols = _num_legend_columns([*named], CHARACTERS * canvas.get_figwidth())
+    ncols = -(-len(named) // -(-len(named) // ncols))  # rows are equally long
     canvas.set_figheight(canvas.get_figheight() + 0.1 + 0.17 * -(-len(named) // ncols))
     look = {"handlelength": 2.2, "columnspacing": 1.5}
     canvas.legend(named.values(), named, loc="outside lower center", ncols=ncols, **look)
