@@ -95,25 +95,6 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def layer_times(lines: pd.DataFrame, cases: tuple[str, ...]) -> pd.DataFrame:
-    """Returns times of some cases of `benchmarks.layer`, summed over both directions of a layer.
-
-    One row per case, dim and mode (eager, or as a CUDA graph); `saved` is the time saved in percent
-    of nn.Linear's in the same mode and file. A row comes from the newest file that has its case.
-    """
-    both = lines[(lines["direction"] == "both") & lines["ms"].notna()]
-    both = both[both["mode"].isin(("eager", "graph"))]
-    at = ["file", "tokens", "dim", "mode"]
-    base = both[both["case"] == "linear"].set_index(at)["ms"].rename("base_ms")
-    times = both[both["case"].isin(cases)].join(base, on=at, how="inner")
-    times = newest(times, ["case", *at[1:]])
-    if times.empty:
-        raise NoRunsError(f"no file has lines of {' or '.join(cases)} and of linear")
-    times = times.assign(saved=saved_percent(times["ms"], times["base_ms"]))
-    times = times.rename(columns={"device": "source", "case": "series"})
-    return times[["file", "source", "series", "mode", "tokens", "dim", "ms", "base_ms", "saved"]]
-
-
 def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
     """Adds the settings of the model to `shape`, where a line holds them."""
     shape = lines["shape"]

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from analysis import bench, comparison, measures, naming, panels, spike_marks, style
-from analysis.load import EXPERIMENTS, Runs
+from analysis.load import Runs
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
@@ -75,14 +75,12 @@ class Figure:
         return self.studies[:1] if self.same_but else self.studies
 
     def source(self, summaries: pd.DataFrame, scale: str | None) -> str:
-        """The study of `sources` that has runs at a scale, or else a file, or the first one."""
+        """The study of `sources` that has runs at a scale, or else the first one."""
         if len(summaries):
             at = summaries["scale"]
             summaries = summaries[(scale is None) | (at == scale) | at.isna()]
         made = set(summaries["experiment"])
-        has_file = (EXPERIMENTS / f"{name}_{scale or 'mini'}.yaml" for name in self.sources)
-        planned = [name for name, it in zip(self.sources, has_file, strict=True) if it.exists()]
-        return [*(name for name in self.sources if name in made), *planned, *self.sources][0]
+        return next((name for name in self.sources if name in made), self.sources[0])
 
     def select(self, heads: pd.DataFrame) -> pd.DataFrame:
         """The rows of `Runs.runs` that the figure is about."""

@@ -151,10 +151,10 @@ def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
         own = runs.where(runs.summaries["path"].str.startswith(f"{path.parent}/"))
         is_its = figure.lines or set(own.summaries["experiment"]) & set(figure.studies)
         scale = next(iter(own.summaries["scale"].dropna()), None)
-        shown = runs if figure.lines or figure.same_but else own
+        drawn = runs if figure.lines or figure.same_but else own
         with tempfile.TemporaryDirectory() as folder:
             choices = Path(folder), called, scale, None if is_its else "any"
-            stem, _ = draw(path.stem, shown, *choices)
+            stem, _ = draw(path.stem, drawn, *choices)
             place.parent.mkdir(parents=True, exist_ok=True)
             durable.replace(place, Path(f"{stem}.png").read_bytes())
         yield place

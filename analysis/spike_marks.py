@@ -13,7 +13,6 @@ from analysis import measures
 from analysis.load import Runs
 from lowprec.config.schema import num_warmup_steps
 from lowprec.diagnostics.spikes import (
-    COLLAPSED,
     LAST_STEPS,
     NEAR_CHANCE,
     PROTOCOLS,
@@ -197,32 +196,9 @@ def collapse_of(summary: dict, loss: np.ndarray) -> str:
     collapse = Collapse(batch_size, warmup_of(summary), summary["num_steps"])
     texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
     text, end = next(filter(None, reversed(texts)), ""), pd.Series(loss[-LAST_STEPS:]).median()
-    if not text or pd.isna(end) or _is_near(end, collapse.chance):
+    if not text or pd.isna(end) or abs(end - collapse.chance) <= NEAR_CHANCE * collapse.chance:
         return text
     return f"{text.replace('has been', 'was').replace('since', 'from')} on and ends at {end:.3g}"
-
-
-def spikes_at_chance(series: Series, spikes: pd.DataFrame, batch_size: int) -> list[str]:
-    """Sentences on rows of `spike_table` whose height is not that of a spike that passes.
-
-    After one kind, the median loss of the next COLLAPSED steps is at chance level; the other kind
-    begins there.
-    """
-    into, inside, chance = [], [], np.log(batch_size)
-    for step, before in zip(spikes["step"].tolist(), spikes["before"], strict=True):
-        if _is_near(before, chance):
-            inside.append(f"{step:,}")
-        elif _is_near(pd.Series(series.loss[step : step + COLLAPSED]).median(), chance):
-            into.append(f"{step:,}")
-    kinds = {
-        "that end at chance level": into,
-        "that are only noise at chance level": inside,
-    }
-    return [f"Loss spikes {text}: step {', '.join(at)}." for text, at in kinds.items() if at]
-
-
-def _is_near(loss: float, chance: float) -> bool:
-    return abs(loss - chance) <= NEAR_CHANCE * chance
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:

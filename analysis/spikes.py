@@ -161,9 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ChoiceError(error) from error
         text = describe(series, protocol, tensor)
         if collapse := spike_marks.collapse_of(summary, series.loss):
-            spikes = spike_marks.spike_table(series, protocol, tensor)
-            lines = spike_marks.spikes_at_chance(series, spikes, summary["batch_size"])
-            text = "\n".join([f"The run collapsed: {collapse}.", *lines, text])
+            text = f"The run collapsed: {collapse}.\n{text}"
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in values)
         ignored = summary.get("diagnostics.spikes.ignore_steps")
         if pd.isna(ignored) and protocol.ignore_steps == spike_marks.warmup_of(summary):

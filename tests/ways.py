@@ -1,4 +1,4 @@
-"""Prints the files that one batch, one layer, one optimizer step and one figure pass through.
+"""Prints the files that a batch, a layer, an optimizer step, a figure and a verdict pass through.
 
     python tests/ways.py
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PRODUCT = ("lowprec", "experiments", "analysis")
 RUN = ROOT / "experiments/results/stability_mini/mini_l-bf16-adamw-s2-34a7d6b39f"
+STUDY = ROOT / "experiments/results/accuracy_vs_size_mini"
 
 
 @contextlib.contextmanager
@@ -47,6 +48,8 @@ def files_on_the_way(name: str) -> Iterator[None]:
 def main() -> None:
     """Follows each way once, on the CPU."""
     from analysis import load_runs
+    from analysis.claims import CLAIMS, judge
+    from analysis.evidence import Evidence
     from analysis.figures import FIGURES
     from lowprec.config.compose import compose_command
     from lowprec.data.open import open_data
@@ -74,6 +77,11 @@ def main() -> None:
     with files_on_the_way("a record row to a figure"):
         frame = figure.query(load_runs(RUN))
     assert len(frame)
+    records = Evidence([STUDY])
+    claim = next(claim for claim in CLAIMS if claim.text.startswith("SwitchBack int8 matches"))
+    with files_on_the_way("runs to a verdict"):
+        finding = judge(claim, records)
+    assert finding.ours
     print_size()
 
 

@@ -71,8 +71,8 @@ def sizes(runs: Runs) -> pd.DataFrame:
     `ratio` is `feature_mean` divided by that of the bf16 run with the same seed at the same step;
     an end at another step has no row. NoRunsError if no run has a recipe and a bf16 run.
     """
-    chosen = runs.runs
-    if ((chosen["precision.label"] == BF16) & (chosen["experiment"] != "rounding")).all():
+    is_bf16 = (runs.runs["precision.label"] == BF16) & (runs.runs["experiment"] != "rounding")
+    if is_bf16.all():
         text = "no run agrees in all but its recipe with a bf16 run of experiment="
         raise NoRunsError(f"{runs.root}: {text}{SIZE_STUDIES[0]}")
     heads = measures.named_heads(runs)
@@ -81,7 +81,7 @@ def sizes(runs: Runs) -> pd.DataFrame:
     columns = (*measures.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
     frame = measures.by_run(runs, heads, columns, _sizes)
     of_runs = frame.set_index(["run", "at", "step"])["feature_mean"]
-    bases = zip(frame["run"].map(_paired(chosen)), frame["at"], frame["step"], strict=True)
+    bases = zip(frame["run"].map(_paired(runs.runs)), frame["at"], frame["step"], strict=True)
     frame["ratio"] = frame["feature_mean"] / [of_runs.get(base, np.nan) for base in bases]
     return frame[frame["ratio"].notna()].reset_index(drop=True)
 
