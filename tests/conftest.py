@@ -157,7 +157,8 @@ def run_once():
     """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.
 
     `spoil(built)` changes the objects before training; `at`: functions of them by the step whose
-    batch comes next; a signal comes with the batch of step `stop_at`; `options` are `train`'s.
+    batch comes next; a signal comes with the batch of step `stop_at`, a kill with that of `kill_at`
+    (how it ended is then None); `options` are `train`'s.
     """
     # with open_clip, which takes seconds: other tests need not wait
     from lowprec.data.open import open_data
@@ -165,12 +166,20 @@ def run_once():
     from lowprec.train.loop import train
     from lowprec.train.signals import StopRequest
 
-    def run(config, folder: Path, *, spoil=None, at=None, stop_at=None, **options):
+    class Killed(Exception):
+        pass
+
+    def kill(built):
+        raise Killed
+
+    def run(config, folder: Path, *, spoil=None, at=None, stop_at=None, kill_at=None, **options):
         built, actions = build(config, open_data(config)), dict(at or {})
         batches_from = built.batches_from
         if stop_at is not None:
             stop = options["stop"] = StopRequest()
             actions[stop_at] = lambda built: setattr(stop, "number", 15)
+        if kill_at is not None:
+            actions[kill_at] = kill
 
         def acting_batches(first):
             for step, batch in enumerate(batches_from(first), first):
@@ -186,6 +195,8 @@ def run_once():
         (folder / "config.yaml").write_text(json.dumps(to_dict(config)))
         try:
             return train(built, record, **options), built
+        except Killed:
+            return None, built
         finally:
             record.close()
 

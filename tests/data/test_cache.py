@@ -67,7 +67,6 @@ def forbid_decoding(monkeypatch):
     monkeypatch.setattr(loader, "decode_image", refuse)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_second_run_decodes_nothing_and_gets_the_same_batches(make, tmp_path, monkeypatch, workers):
     expected = contents(make())

@@ -33,7 +33,6 @@ from tests.data.conftest import encode, sample, tokenize, write_shards
 
 torch.set_num_threads(1)
 SIZE = 12
-fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 class InOrder:
@@ -86,7 +85,6 @@ def test_batch_holds_the_samples_of_its_step_in_order(make_batches):
         assert batch.images.dtype == torch.uint8 and batch.skips == []
 
 
-@fork_is_fine
 def test_batches_do_not_depend_on_workers_or_the_first_batch(make_batches):
     batches = make_batches(change={3: {"png": b"broken"}})
     alone = list(iterate(batches, workers=0))
@@ -119,7 +117,6 @@ def test_replacement_depends_on_the_position_and_the_seed(make_batches):
     assert max(replaced) < 20
 
 
-@fork_is_fine
 def test_loading_leaves_the_random_states_as_they_are(make_batches):
     state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     for workers in (0, 1):
@@ -165,7 +162,6 @@ def test_sequential_reading_leaves_bad_samples_out(make_batches):
     assert all(len(batch.images) == len(batch.labels) == len(numbers(batch)) for batch in loaded)
 
 
-@fork_is_fine
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 2)])
 def test_samples_of_a_step_do_not_depend_on_ranks_and_workers(make_batches, ranks, workers):
     """Neither do their pixels, random crops included."""
@@ -224,7 +220,6 @@ def test_caption_that_blocks_or_fails_the_tokenizer_is_a_skip(make_batches, capt
     assert skip["key"] == "000002.png" and reason in skip["reason"]
 
 
-@fork_is_fine
 def test_silent_worker_ends_with_its_deadline(make_batches, monkeypatch):
     def hang(data):
         time.sleep(99 * (data == b"caption 6"))
@@ -239,7 +234,6 @@ def test_silent_worker_ends_with_its_deadline(make_batches, monkeypatch):
     assert not multiprocessing.active_children()
 
 
-@fork_is_fine
 def test_workers_end_with_the_iterator(make_batches):
     batches = iterate(make_batches(), workers=2)
     next(batches)
@@ -248,7 +242,6 @@ def test_workers_end_with_the_iterator(make_batches):
     assert not multiprocessing.active_children()
 
 
-@fork_is_fine
 def test_a_process_that_exits_while_a_worker_is_stuck_ends_at_once():
     def hang(worker, workers):
         yield
@@ -270,7 +263,6 @@ def test_a_process_that_exits_while_a_worker_is_stuck_ends_at_once():
     assert ended == (child, 0)  # within 20 s
 
 
-@fork_is_fine
 def test_a_signal_ends_waiting_for_stuck_workers_within_seconds(capfd):
     def hang(worker, workers):
         time.sleep(60)
@@ -289,7 +281,6 @@ def test_a_signal_ends_waiting_for_stuck_workers_within_seconds(capfd):
     ]
 
 
-@fork_is_fine
 def test_workers_survive_repeated_signals(make_batches):
     batches = make_batches(length=200)
     count = 0

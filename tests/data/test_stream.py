@@ -34,7 +34,6 @@ from tests.data.conftest import encode, members, sample, tokenize, write_tar
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
-fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 class Server(ThreadingHTTPServer):
@@ -149,7 +148,6 @@ def test_a_batch_holds_whole_samples(put):
     assert batch.samples.tolist() == [-1] * 4 and batch.skips == []
 
 
-@fork_is_fine
 def test_order_depends_on_seed_segment_and_number_of_workers_only(eight):
     whole = read(eight)
     random.seed(5)
@@ -162,7 +160,6 @@ def test_order_depends_on_seed_segment_and_number_of_workers_only(eight):
     assert make_stream(eight, world_size=2, rank=1, workers=3).layout()["world_size"] == 2
 
 
-@fork_is_fine
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
     server, eight, workers, monkeypatch
@@ -180,7 +177,6 @@ def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
     assert Counter(server.log) == asked_after
 
 
-@fork_is_fine
 @pytest.mark.parametrize(("workers", "first"), [(0, 12), (2, 7)])
 def test_resuming_within_a_segment_is_the_continuation(eight, workers, first):
     whole = read(eight, workers=workers)
@@ -202,7 +198,6 @@ def test_each_sample_comes_once_per_pass_and_passes_differ(eight):
     assert sum(a != b for a, b in zip(shards, shards[1:], strict=False)) > 20  # they are mixed
 
 
-@fork_is_fine
 def test_ranks_and_workers_share_the_shards_of_a_pass(put_file):
     urls = [put_file(f"{i}.tar", range(6 * i, 6 * i + 6)) for i in range(8)]
     options = {"batch_size": 8, "num_steps": 6, "segment_steps": 6, "workers": 2}
@@ -290,7 +285,6 @@ def test_too_few_shards_for_the_workers_are_refused(make_config, squares):
         check_readers(ShardUrls(["a", "b", "c"]), 2, world_size=4)
 
 
-@fork_is_fine
 def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
     server, squares, make_config, run_once, tmp_path
 ):

@@ -38,7 +38,6 @@ def leaks(folder: Path) -> list[Path]:
     ]
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
     squares, tmp_path, monkeypatch, fork_training, is_fresh
@@ -119,7 +118,6 @@ def test_a_typed_password_reaches_neither_disk_nor_output(tmp_path):
     assert SECRET not in done.stdout + done.stderr and leaks(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_the_config_of_a_run_names_its_stream_without_the_secrets(
     make_config, squares, tmp_path, capfd
 ):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from lowprec.formats import INT8, representable
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import RECIPES
 from lowprec.optim import StableAdamW, fused
@@ -68,7 +67,3 @@ def test_layers_compute_alike(device, name):
         return output, *torch.autograd.grad(output, (x, layer.weight), g)
 
     assert_same(run)
-
-
-def test_numbers_of_int8_are_float32():
-    assert_same(lambda: [representable(INT8)])

@@ -1,6 +1,5 @@
 """The optimizer's kernels against the plain step: on a GPU, otherwise interpreted."""
 
-import contextlib
 import copy
 import re
 import warnings
@@ -169,30 +168,6 @@ def test_compensation_keeps_what_bfloat16_rounds_away(device, fused_option):
     expected = 1 - 10 * 1e-3  # one step is a quarter of the distance of bfloat16 numbers below 1
     total = p.float() + optimizer.state[p]["compensation"].float()
     torch.testing.assert_close(total, torch.full_like(total, expected), rtol=2e-3, atol=0)
-
-
-def test_kernels_launch_while_their_device_is_the_current_one(device, monkeypatch):
-    current, seen = [], []
-
-    @contextlib.contextmanager
-    def guard(device):
-        current.append(device)
-        yield
-        current.pop()
-
-    def note(owner, name):
-        function = getattr(owner, name)
-        monkeypatch.setattr(
-            owner, name, lambda *a, **k: seen.append([*current]) or function(*a, **k)
-        )
-
-    monkeypatch.setattr(stable_adamw, "on_device", guard)
-    note(fused._Launcher, "_launch")
-    note(AddressTables, "on_device")
-    weight = torch.nn.Parameter(torch.randn(8, 6, device=device))
-    weight.grad = torch.randn(8, 6, device=device)
-    StableAdamW([weight], fused=True).step()
-    assert seen == [[weight.device]] * 4 and not current
 
 
 @pytest.mark.gpu

@@ -15,8 +15,6 @@ from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train import run as running
 from lowprec.train.step import TrainStep
 
-fork_is_fine = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
 
 @pytest.fixture
 def attempt(make_config, tmp_path, monkeypatch):
@@ -31,7 +29,6 @@ def attempt(make_config, tmp_path, monkeypatch):
     return main
 
 
-@fork_is_fine
 # torch's handler of SIGCHLD raises wherever it interrupts torch, also between opening a temporary
 # file and keeping it
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -9,12 +9,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from experiments import evaluate, export, quant_error
+from experiments import evaluate, quant_error
 from experiments import train as entry
-from experiments.evaluate import ChosenEvaluation, EvaluateConfig, EvaluatedPrecision
-from experiments.export import ExportConfig
+from experiments.evaluate import ChosenEvaluation, EvaluateConfig
 from experiments.quant_error import QuantErrorConfig
-from lowprec.clip.export import FOLDER_WEIGHTS
 from lowprec.config.check import ConfigError, RunError
 from lowprec.runs.read import find_runs, read_rows
 from lowprec.train import checkpoint as checkpoints
@@ -130,42 +128,23 @@ def evaluated(run):
     return read_rows(run / "evaluations.jsonl")
 
 
-def exported(run):
-    out = run / "exported"
-    export.main(ExportConfig(str(run), str(out)))
-    return (out / "open_clip_config.json").read_text(), weights_of(out / FOLDER_WEIGHTS)
-
-
-def exported_in_int8(run):
-    precision = EvaluatedPrecision("int8_inference")
-    export.main(ExportConfig(str(run), str(run / "w.safetensors"), precision))
-    return weights_of(run / "w.safetensors")
-
-
 def measured(run):
     quant_error.main(QuantErrorConfig(str(run), recipes=["switchback"], device="cpu"))
     return read_rows(run / "quant_error.jsonl")
 
 
-def weights_of(path):
-    return {name: tensor.tolist() for name, tensor in load_file(path).items()}
-
-
-@pytest.mark.parametrize("command", [evaluated, exported, exported_in_int8, measured])
+@pytest.mark.parametrize("command", [evaluated, measured])
 def test_a_run_with_the_weights_alone_gives_what_a_whole_one_gives(
     light_source, first, tmp_path, command
 ):
+    """Neither needs the cache of the training machine."""
     light = shutil.copytree(light_source, tmp_path / "light" / first.name)
-    results = command(light)
-    assert results and results == command(first)
-
-
-def test_an_evaluation_does_not_need_the_cache_of_the_training_machine(first):
-    path = first / "config.yaml"
+    path = light / "config.yaml"
     config = yaml.safe_load(path.read_text())
     config["data"]["cache"] = str(path / "cache")  # in a file, where no folder can be made
     path.write_text(yaml.safe_dump(config))
-    assert evaluated(first)
+    results = command(light)
+    assert results and results == command(first)
 
 
 @pytest.mark.parametrize(

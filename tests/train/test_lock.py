@@ -12,10 +12,9 @@ from experiments import train as entry
 from lowprec.clip import open_clip
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.compose import compose_command
-from lowprec.config.schema import Config, OptimizerConfig
 from lowprec.data.open import open_data
 from lowprec.optim.schedules import lock, set_learning_rate
-from lowprec.runs.identity import digest, to_dict
+from lowprec.runs.identity import digest
 from lowprec.runs.read import find_runs, read_config, read_rows
 from lowprec.runs.tables import read_tensors
 from lowprec.train.build import build
@@ -54,12 +53,8 @@ def trained(model):
         ({"image": 0}, lambda model: model.lock_image_tower()),
         ({"visual": 0, **LAST}, lambda model: model.lock_image_tower(unlocked_groups=2)),
         ({"text": 0}, lambda model: model.lock_text_tower()),
-        (
-            {"text": 0, "ln_final": 1, "text_projection": 1, "transformer.resblocks.0": 1},
-            lambda model: model.lock_text_tower(unlocked_layers=2),
-        ),
     ],
-    ids=["image", "image but two groups", "text", "text but two groups"],
+    ids=["image", "image but two groups", "text"],
 )
 def test_the_same_parameters_and_gradients_as_with_open_clips_lock(
     built, lr_scale, locked_by_open_clip
@@ -92,9 +87,7 @@ def test_towers_are_those_of_open_clips_other_class():
     [
         {"accumulate": 2, **INT8},
         {"checkpointing": True, **INT8},
-        {"precision.recipe": "llm_int8", "precision.backend": "reference"},
         {"precision.recipe": "switchback_m", "precision.backend": "reference"},
-        {"precision.recipe": "fp8_tensorwise"},
     ],
     ids=str,
 )
@@ -146,7 +139,6 @@ def test_rates_are_scaled_and_the_longest_pattern_counts(built, kind):
     ("lr_scale", "fault"),
     [
         ({"visul": 0}, "'visul' matches no module and no parameter; nearest: visual"),
-        ({"imag": 0}, "nearest: image"),
         ({"*": 0}, "no parameter would be trained"),
     ],
 )
@@ -166,8 +158,6 @@ def test_values_are_numbers_and_equal_ones_have_one_identity(make_config):
     for value in (-1, "x", None, math.nan):
         with pytest.raises(ConfigError, match="lr_scale.visual=.*: a finite number >= 0 is"):
             make_config({"optimizer.lr_scale": {"visual": value}})
-    with pytest.raises(ConfigError, match="lr_scale=.*: a map of names to numbers >= 0 or null is"):
-        make_config({"optimizer.lr_scale": "visual"})
     with pytest.raises(ConfigError, match=r"the whole map is expected: 'optimizer.lr_scale=\{"):
         compose_command(["optimizer.lr_scale.visual=0.1"])
 
@@ -176,8 +166,6 @@ def test_values_are_numbers_and_equal_ones_have_one_identity(make_config):
 
     assert of("{visual:0,text:1}") == of("{text:1.0,visual:0.0}") != of("{visual:0.5,text:1}")
     assert of("null") == of("{}") == digest(compose_command([])[0].config, {})
-    config = Config(optimizer=OptimizerConfig(lr_scale={"visual": 0.0}))
-    assert to_dict(config)["optimizer"]["lr_scale"] == {"visual": 0.0}
 
 
 LOCKED = {"optimizer.lr_scale": {"image": 0, "text_projection": 0.5}, "num_steps": 8}
@@ -220,7 +208,4 @@ def test_a_locked_run_is_exported_evaluated_replayed_and_analyzed(locked_run, tm
     with pytest.raises(RunError, match="lr_scale"):
         changes = ["optimizer.lr_scale={visual:1}"]
         replay.main(replay.ReplayConfig(str(locked_run), 7, 2, perturbed=0), changes)
-    heads = load_runs(locked_run).runs
-    assert heads["optimizer.lr_scale.image"].tolist() == [0.0]
-    assert "optimizer.lr_scale.image" in comparison.columns(heads)
-    assert comparison.short("optimizer.lr_scale.image") == "lr_scale.image"
+    assert "optimizer.lr_scale.image" in comparison.columns(load_runs(locked_run).runs)

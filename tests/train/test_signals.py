@@ -25,7 +25,6 @@ def test_a_second_interrupt_interrupts():
         os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_still_dies_of_sigterm():
     ready, told = os.pipe()
     with stop_request():

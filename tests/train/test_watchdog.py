@@ -28,7 +28,6 @@ def ended(monkeypatch):
     return ended
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_was_stopped_continues(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "TICK_S", 0.1)
     process = os.fork()
