@@ -60,32 +60,19 @@ def claiming_png(png, width, height):
     return bytes(data)
 
 
-def claiming_jpg(jpg, width, height):
-    data = bytearray(jpg)
-    at = data.index(b"\xff\xc0") + 5
-    data[at : at + 4] = struct.pack(">HH", height, width)
-    return bytes(data)
-
-
 NOISE = np.random.default_rng(3).integers(0, 256, (9, 9, 3), np.uint8)
 JPG, PNG, GIF = (encode(NOISE, kind) for kind in ("jpg", "png", "gif"))
 BAD_SAMPLES = {  # suffix and bytes of its image, caption, a word of the reason
     "no image": (None, b"a", "no image"),
     "no caption": (("jpg", JPG), None, "no caption"),
     "empty caption": (("jpg", JPG), b"", "caption is empty"),
-    "blank caption": (("jpg", JPG), b" \n\t", "caption is empty"),
     "invisible caption": (("jpg", JPG), "\u200b\ufeff \u00ad".encode(), "is empty"),
     "long caption": (("jpg", JPG), b"a " * 5000, "more than 8,192"),
     "not UTF-8": (("jpg", JPG), b"\xff\xfe", "utf-8"),
-    "no bytes": (("jpg", b""), b"a", "not a JPEG"),
     "another kind of image": (("jpg", GIF), b"a", "not a JPEG"),
     "cut image": (("jpg", JPG[:-99]), b"a", "runcated"),
-    "misspelled kind": (("jgp", b"x"), b"a", "no image"),
-    "only a label": (("cls", b"1"), None, "no image"),
-    "12,000 squared": (("png", claiming_png(PNG, 12000, 12000)), b"a", "Bomb"),
     "1 x 100,000": (("png", claiming_png(PNG, 1, 10**5)), b"a", "Error"),
     "100,000 squared": (("png", claiming_png(PNG, 10**5, 10**5)), b"a", "Bomb"),
-    "65,500 squared": (("jpg", claiming_jpg(JPG, 65500, 65500)), b"a", "Bomb"),
 }
 
 
@@ -134,21 +121,6 @@ def test_keys_are_never_paths(tmp_path, monkeypatch):
     assert len(read) == len(KEYS) - 1 and skip["key"] == "/abs/olute.png"
     paths = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert {name for name in paths if ".index" not in name} == {"deep", "deep/er", "deep/er/a.tar"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE],
-    ids=["symlink", "hard link", "fifo", "device", "folder"],
-)
-def test_links_and_devices_are_not_followed(tmp_path, kind):
-    (tmp_path / "secret.txt").write_text("a secret")
-    link = tarfile.TarInfo("000001.txt")
-    link.type, link.linkname = kind, str(tmp_path / "secret.txt")
-    mixed = [*members(0, 1), members(1, 2)[0], (link, b""), *members(2, 3)]
-    (read, (skip,)), _ = check(write_tar(tmp_path / "a.tar", mixed))
-    assert read == [0, 2]
-    assert "no caption" in skip["reason"] and skip["key"] == "000001.png"
 
 
 def test_index_files_with_pickles_are_not_loaded(tmp_path, payload, canary):

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from lowprec import waiting
 from lowprec.data.jobs import run_jobs
 
 
@@ -41,16 +40,6 @@ def test_error_of_a_job_is_raised_and_those_that_wait_end_quietly(processes, cap
 def test_killed_process_is_an_error_that_names_the_work():
     with pytest.raises(ChildProcessError, match="counting: a process was killed"):
         run_jobs(end_process, range(4), 2, "counting")
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
-    monkeypatch.setattr(waiting, "SILENT_S", 0.1)
-    run_jobs(numbered, [0.0, 0.5, 0.0], processes, "counting")
-    assert "counting: 1 of 3 shards (0 s)\n" in capsys.readouterr().err
-    monkeypatch.setattr(waiting, "SILENT_S", 5)
-    run_jobs(numbered, range(3), processes, "counting")
-    assert capsys.readouterr().err == ""
 
 
 WAITING = r"""

@@ -99,12 +99,6 @@ def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     assert len(set(keys)) == len(keys) == 3 * (10 + 4)
 
 
-def test_seeds_and_splits_are_disjoint_streams():
-    streams = [(0, "train"), (1, "train"), (0, "val"), (1, "val"), (2**64 - 1, "val")]
-    scenes = [make_scene(seed, split, i) for seed, split in streams for i in range(200)]
-    assert len({(s.subject.places, s.subject.shade) for s in scenes}) == len(scenes)
-
-
 def test_shard_layout_and_images(small_set):
     members = read_members(small_set / "train-0000.tar")
     expected = [f"t{i:07d}.{suffix}" for i in range(40) for suffix in ("jpg", "txt", "cls")]

@@ -52,21 +52,15 @@ DAMAGE = {  # how it is done; the first member that is not read; the key that th
     "bad header": (lambda tar, at: change(tar, at["3.png"], b"?"), ("3.png", "")),
     "size below zero": (before("3.txt", header(b"0", -512)), ("3.txt", "")),
     "size beyond 2 GiB": (before("3.txt", header(b"0", 2**31)), ("3.txt", "")),
-    "size in base 256": (before("3.txt", header(b"0", 2**80)), ("3.txt", "")),
-    "unknown kind of size -512": (before("3.txt", header(b"Z", -512)), ("3.txt", "")),
-    "sparse file of size -512": (before("3.txt", header(b"S", -512)), ("3.txt", "")),
-    "long name of size -512": (before("3.txt", header(b"L", -512)), ("3.txt", "")),
     "long name of 1 GiB": (before("3.txt", header(b"L", 2**30)), ("3.txt", "")),
     "5,000 headers in a chain": (before("3.txt", header(b"L", 0) * 5000), ("3.txt", "")),
     "extended size -512": (before("3.txt", pax("size=-512")), ("3.txt", "")),
     "extended size no number": (before("3.txt", pax("size=many")), ("3.cls", "")),
-    "extended header of 1 GiB": (before("3.txt", header(b"x", 2**30)), ("3.txt", "")),
     "cut in a header": (lambda tar, at: tar[: at["2.png"] + 99], ("2.png", "")),
     "cut in an image": (lambda tar, at: tar[: at["2.png"] + 600], ("2.png", "2.png")),
     "cut between samples": (lambda tar, at: tar[: at["2.png"]], ("2.png", "")),
     "zeros within": (lambda tar, at: change(tar, at["4.png"], bytes(512)), ("4.png", "")),
     "empty file": (lambda tar, at: b"", ("0.png", "")),
-    "a web page": (lambda tar, at: b"<html>" * 500, ("0.png", "")),
     "no member": (lambda tar, at: bytes(10240), ("0.png", "")),
     "gz cut short": (lambda tar, at: gzip.compress(tar[: at["2.png"]])[:-200], ("1.png", "1.png")),
     "gz damaged": (lambda tar, at: change(gzip.compress(tar), 10, b"\xff"), ("0.png", "")),
@@ -98,3 +92,4 @@ def test_only_regular_images_captions_and_labels_are_read(tmp_path, tar_and_offs
             member.type, member.linkname = kind, "/etc/hostname"
             tar.addfile(member)
     assert [name for name, _ in read_url(str(path))] == list(at)
+    assert len(index_tar(str(path))[0]) == 6

@@ -1,4 +1,4 @@
-"""The corpus of damage: random changes of files, values, shards, cache files and command lines."""
+"""The corpus of damage: random changes of files, values and shards."""
 
 import contextlib
 import io
@@ -11,9 +11,6 @@ from pathlib import Path
 import numpy as np
 import yaml
 from PIL import Image
-
-from lowprec.config.check import keys
-from lowprec.config.schema import Config
 
 TEXTS = (b"", b"[]", b"5", b"null", b'"text"', b"{}", b"\0" * 300, b"[" * 10**5, b"\xff\xfe",
          b"\n" * 10**5, b"{}\n" * 10**4, b'{"a":' * 5000, b'{"step": "\\ud800"}\n')  # fmt: skip
@@ -151,53 +148,3 @@ def a_tar(dice: random.Random) -> bytes:
         at = dice.randrange(len(tar) // 512) * 512
         tar = tar[:at] + a_header(dice) + tar[at:]
     return mutate(dice, tar) if dice.random() < 0.3 else tar
-
-
-def exchange(dice: random.Random, files: list[Path], records: int) -> None:
-    """Some bytes of cache files changed, or records or whole files moved."""
-    path, other = dice.choice(files), dice.choice(files)
-    size = path.stat().st_size // records
-    content, source = bytearray(path.read_bytes()), other.read_bytes()
-    to, at = dice.randrange(records) * size, dice.randrange(records) * size
-    change = dice.randrange(4)
-    if change == 0:
-        content = bytearray(source)
-    elif change == 1:
-        content[to : to + size] = source[at : at + size]
-    elif change == 2:
-        shift = dice.choice([1, 4, size // 2])
-        content[to : to + size] = source[at + shift : at + shift + size].ljust(size, b"\0")
-    else:
-        content = bytearray(mutate(dice, bytes(content)))
-    path.write_bytes(content)
-
-
-KEYS = [*keys(Config), "experiment", "hydra.verbose", "hydra/launcher", "hydra.run.dir", "x", ""]
-KEYS += ["\ud800", "caf\udce9", "n" * 10**4, "model", "optimizer", "data", "precision.products"]
-WORDS = (
-    r"""
-1 0 -1 1e8 1e23 1000000000000000000000000000000 nan inf null true [] [1,2] {} {a:1} {a:{b:[c]}}
-'' ' ' a nano adamw /etc/passwd /proc/x /dev/zero /dev/null .. ../.. 'é😀' ${seed} ${oc.env:HOME}
-1,2 range(1,3) range(1,0) range(0,1e9) choice(1,2) choice() interval(0,1) glob(*) glob(x*)
-sort(3,1) shuffle(a,b) extend_list(1) int(3) float(x) json_str([1]) " [[[[1]]]] a=b @x pipe:cat
-http://h/{0..3}.tar $\\{oc.env:HOME\\} a,$\\{seed\\}
-{a,b \\ %s ~ 0x10 1_000 007 1e-400 1e400 -0.0 bf16 fp16 custom
-{output:{format:int8,x:rowwise,w:tensorwise}} {output:{format:e9m9}} stream shards [rms] imagenet
-* [ a[b open_clip RN50 coca_ViT-B-32 ViT-B-16-SigLIP vit_h14 none ddp fsdp2 _target_ (): \0
-""".split()
-    + [
-        "n" * 300,
-        "\ud800",
-        "caf\udce9",
-        "'\udcff'",
-        "9" * 5000,
-        "[" * 300,
-        "{a:" * 300,
-        "1," * 2000,
-    ]
-)
-
-
-def an_override(dice: random.Random) -> str:
-    prefix = dice.choice(["", "", "", "+", "++", "~"])
-    return prefix + dice.choice(KEYS) + dice.choice(["=", "=", "=", "", "=="]) + dice.choice(WORDS)

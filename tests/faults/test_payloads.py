@@ -36,32 +36,17 @@ def faults_of():
 
 OVERRIDES = (
     "model={_target_: os.system, command: 'touch %s'}",
-    "model._target_=os.system",
-    "+model._target_=os.system",
     "+x={_target_: os.system, command: 'touch %s'}",
-    "++optimizer={_target_: os.system, command: 'touch %s'}",
     "optimizer.lr={_target_: os.system, command: 'touch %s'}",
     "precision.products={_target_: os.system, command: 'touch %s'}",
-    "diagnostics.spikes.thresholds={_target_: os.system, command: 'touch %s'}",
-    'seed=!!python/object/apply:os.system ["touch %s"]',
     'seed="!!python/object/apply:os.system [touch %s]"',
     "experiment=../../%s",
-    "experiment=/%s",
     "name=../../%s",
     "data.train='pipe:touch %s'",
-    "data.val='pipe:touch %s'",
-    "data.train=`touch %s`",
     "+hydra.callbacks.x={_target_: builtins.open, file: '%s', mode: w}",
     "hydra.launcher._target_=builtins.open",
-    "+hydra.job_logging={formatters: {f: {(): torch.hub.load, root: x}}}",
-    "hydra.job_logging.handlers.file.filename=%s",
     "hydra/job_logging=default",
-    "hydra.run.dir=%s",
-    "hydra.sweep.dir=%s",
     "hydra.searchpath=[file://%s]",
-    "hydra/launcher=nope",
-    "hydra.launcher.x={(): os.system}",
-    "+hydra.sweeper.params={hydra.run.dir: %s}",
     "hydra.sweeper.custom_search_space=os.system",
     "optimizer@hydra.run=adamw",
 )
@@ -75,13 +60,8 @@ def test_override_that_would_run_something_is_refused_by_its_key(faults_of, cana
 
 
 YAML = (
-    "!!python/object/apply:os.system ['touch %s']",
     "name: !!python/object/apply:os.system ['touch %s']",
-    "name: !!python/object/new:os.system ['touch %s']",
-    "name: !!python/name:os.system",
-    "name: !!python/module:os",
     "a: &a [x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a]\nname: [*b, *b, *b, *b]",
-    "_target_: os.system\ncommand: touch %s",
     "model: {_target_: os.system, command: touch %s}",
 )
 
