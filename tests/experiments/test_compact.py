@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs, run_files
+from analysis import load_runs, run_files
 from experiments.compact import SMALLER, CompactConfig, main
 from tests.analysis.conftest import make_run
 
@@ -75,20 +75,3 @@ def test_an_archive_that_is_damaged_or_too_large_is_left_out(folder, tmp_path, m
     (tmp_path / "results/runs.zip").write_bytes(b"PK no zip")
     with pytest.warns(UserWarning, match="runs.zip: left out: File is not a zip file"):
         assert len(load_runs(tmp_path / "results")) == 1
-
-
-def test_a_damaged_member_of_an_archive_is_a_note_on_its_run(folder, tmp_path):
-    archive = tmp_path / "results" / "runs.zip"
-    main(CompactConfig(run=str(folder), out=str(archive), tensors=["visual.*"]))
-    with zipfile.ZipFile(archive) as file:
-        info = next(info for info in file.infolist() if info.filename.endswith("metrics.jsonl"))
-    data = bytearray(archive.read_bytes())
-    start = info.header_offset + 30 + len(info.filename)
-    data[start + 20 : start + 40] = bytes(20)
-    archive.write_bytes(data)
-    runs = load_runs(archive)
-    assert len(runs) == 2 and sorted(runs.metrics.groupby("run").size()) == [20]
-    assert runs.runs["note"].str.contains("metrics.jsonl").sum() == 1
-    archive.write_bytes(b"PK no zip")
-    with pytest.raises(NoRunsError), pytest.warns(UserWarning, match="not a zip file"):
-        load_runs(archive)

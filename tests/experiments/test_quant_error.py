@@ -12,8 +12,7 @@ from experiments.quant_error import QuantErrorConfig, main, worst_layers
 from experiments.quant_noise import capture, find_layers
 from lowprec.config.check import RunError
 from lowprec.data.open import open_data
-from lowprec.nn.noise import layer_rows, recorded
-from lowprec.nn.recipe import RECIPES
+from lowprec.nn.noise import recorded
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 
@@ -35,13 +34,6 @@ def trained(request, run_once, tiny_config, tmp_path_factory):
 @pytest.fixture
 def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
-
-
-@pytest.fixture
-def tensors():
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"x": (80, 32), "w": (16, 32), "g": (80, 16)}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def test_captured_tensors_give_the_weight_gradients(make_config):
@@ -124,14 +116,6 @@ def test_a_checkpoint_or_layer_that_a_run_lacks_is_refused_with_those_that_it_ha
     ):
         with pytest.raises(RunError, match=reason):
             main(QuantErrorConfig(run=str(run), device="cpu", **options))
-
-
-def test_row_has_formats_and_errors_of_a_product(tensors):
-    rows = {(r["product"], r["operand"]): r for r in layer_rows(tensors, RECIPES["llm_int8"])}
-    assert [row["inner_dim"] for row in rows.values()] == [32, 32, 16, 16, 80, 80]
-    row = rows["grad_input", "w"]
-    assert (row["format"], row["granularity"]) == ("int8", "columnwise")
-    assert 30 < row["product_sqnr_db"] < row["sqnr_db"] < 50
 
 
 def test_the_worst_layers_come_first_and_nan_is_the_worst():

@@ -6,7 +6,6 @@ import re
 import runpy
 import shlex
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -59,31 +58,13 @@ def as_command(work, monkeypatch):
     return run
 
 
-@pytest.fixture
-def said(monkeypatch):
-    """All that commands say they are doing; whether it is printed depends on how long it takes."""
-    texts = []
-
-    class Recorded(waiting.Waiting):
-        def __setattr__(self, name, value):
-            if name == "doing":
-                texts.append(value)
-            super().__setattr__(name, value)
-
-    for module in (waiting, export):
-        monkeypatch.setattr(module, "Waiting", Recorded)
-    return texts
-
-
-def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
+def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
     monkeypatch.setattr(waiting, "SILENT_S", 0)
     monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())
     assert "finished at step 10" in output and "% (chance 0.42%)" in output  # of 240 classes
     assert re.search(r"nano-fp32-adamw-s0: \w+ \(\d+ s\)", output)
-    for doing in ("loading", "building", "evaluating"):
-        assert f"nano-fp32-adamw-s0: {doing}" in said
     [folder] = find_runs(work / "runs" / "whole")
     assert read_status(folder)["state"] == "finished" and (folder / "tensors.parquet").exists()
     facts = json.loads((folder / "environment.json").read_text())
@@ -100,50 +81,14 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
     printed = [line.split() for line in printed.splitlines()]
     assert printed[0] == ["step", "10", "of", "10"]
     assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("name: adamw\n", "name: adamw8bit_bnb\n"))
-    assert read_config(folder).optimizer.name == "adamw8bit_bnb"  # which can no longer be built
-    evaluate.main(EvaluateConfig(str(folder), device="cpu"))
-    assert read_rows(folder / "evaluations.jsonl") == [evaluated, evaluated]
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
-    assert said[-1] == f"exporting {folder}"
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]
     train_here(*keys)
     [row] = read_rows(*(work / "runs" / "warm").glob("*/metrics.jsonl"))
     assert row["logit_scale"] == pytest.approx(trained["logit_scale"], abs=0.05)
     with pytest.raises(ConfigError, match=r"text_projection is \(64, 128\), not \(64, 32\)"):
         train_here(*keys, "model.embed_dim=32")
-
-
-def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
-    monkeypatch.setattr(waiting, "SILENT_S", 0.02)
-    monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
-    progress = train.ProgressBar(Config())
-
-    def wait_for(text):
-        deadline = time.monotonic() + 30
-        while f"nano-bf16-adamw-s0: {text} (" not in capfd.readouterr().err:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    progress.at(7)
-    wait_for("step 7 of 1000")
-    progress.start = (time.monotonic() - 8.0, 7)
-    progress.at(9)
-    wait_for("step 9 of 1000, about 66 min left")
-    row = {"loss": 2.3456, "memory_gib": None}
-    progress.flushed({"step": 16, "step_ms": 1000, **row})
-    progress.flushed({"step": 26, "step_ms": 500, **row})
-    assert "loss 2.346  171 images/s" in progress.bar.tasks[0].fields["note"]  # 20 x 128 in 15 s
-    progress.start = (time.monotonic() - 990.0, 7)
-    progress.at(996)
-    wait_for("step 996 of 1000, loss 2.346 at step 26, about 5 s left")
-    progress.close()
-    time.sleep(0.1)
-    capfd.readouterr()  # a line that was under way
-    time.sleep(0.1)
-    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("in_sweep", [True, False])
@@ -173,20 +118,13 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work,
     assert {path.name for path in work.iterdir()} <= names
 
 
-def test_a_sweep_over_urls_prints_no_password():
-    urls = [f'data.train="https://me:secret@host/{name}.tar?key=secret"' for name in "ab"]
-    runs = [ComposedRun((url, "seed=0"), None) for url in urls]
-    first, _ = entry.swept_runs(None, runs, is_here=True)
-    public = 'data.train="https://host/a.tar"'
-    assert first.sweep == entry.Sweep((public, "seed=0"), f"'{public}'", True)
-
-
-def test_a_sweep_prints_its_overrides_as_they_can_be_typed_again():
+def test_a_sweep_prints_its_overrides_as_they_can_be_typed_again_without_passwords():
     texts = ("~data.val", "name='a b'", "data.allow_remote=[https]", "logger.tags=")
-    first, _ = entry.swept_runs(
-        None, [ComposedRun(texts, None), ComposedRun((), None)], is_here=True
-    )
-    assert first.sweep.overrides == texts and tuple(shlex.split(first.sweep.own)) == texts
+    url = 'data.train="https://me:secret@host/a.tar?key=secret"'
+    runs = [ComposedRun((*texts, url), None), ComposedRun((), None)]
+    first, _ = entry.swept_runs(None, runs, is_here=True)
+    expected = (*texts, 'data.train="https://host/a.tar"')
+    assert first.sweep.overrides == expected and tuple(shlex.split(first.sweep.own)) == expected
 
 
 SHARDS = "data=shards data.train=data/shapes/train-*.tar data.val=data/shapes/val-*.tar"

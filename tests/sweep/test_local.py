@@ -9,7 +9,6 @@ import time
 import pytest
 
 from experiments import sweep
-from lowprec import waiting
 from lowprec.sweep import local, status
 from lowprec.sweep.plan import Plan, take_lock
 from tests.sweep.conftest import processes_in
@@ -57,14 +56,6 @@ def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
     local.launch(sweeps.folder)
     assert sweeps.names() == ["finished"] * 8
     assert [i for i, count in enumerate(sweeps.starts()) if count != 1] == [5, 7]
-
-
-def test_wait_says_how_far_the_running_runs_are(sweeps, capsys, monkeypatch):
-    monkeypatch.setattr(waiting, "SILENT_S", 0.05)
-    sweeps.make(1, "sleep 0.3\n" + sweeps.script)
-    sweeps.submit()
-    sweep.wait([])
-    assert "run 0 at step 0 of 1 (0 s)\n" in capsys.readouterr().err
 
 
 def test_an_interrupted_submit_leaves_no_launcher_that_begins_later(sweeps, here, monkeypatch):
@@ -254,21 +245,6 @@ def test_gpus_are_shared_evenly_and_given_to_the_next_run_when_there_is_room(
     sweeps.end()
     gpus = [(here / f"gpu-{i}").read_text().strip() for i in range(last + 1)]
     assert gpus == [*["4", "5"] * share, "5"]
-
-
-def test_a_later_submission_changes_no_gpus_of_runs_that_wait(sweeps, here, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e go ]; do sleep 0.02; done\n'
-    sweeps.make(5, waits + sweeps.script)
-    sweeps.submit([0, 1], gpus=2, parallel=4)
-    sweeps.until((here / "gpu-0").exists)
-    sweeps.submit([2, 3, 4], gpus=1, parallel=4, runs_per_gpu=2)
-    time.sleep(1.5)  # longer than between two looks at the plan
-    assert not list(here.glob("gpu-[1-4]"))  # run 0 shares its GPUs with none
-    (here / "go").touch()
-    sweeps.end()
-    alone = [(here / f"gpu-{i}").read_text().strip() for i in range(5)]
-    assert alone[:2] == ["4,5", "4,5"] and all(gpus in ("4", "5") for gpus in alone[2:])
 
 
 @pytest.mark.parametrize(("parallel", "threads"), [(1, ""), (3, "1")])

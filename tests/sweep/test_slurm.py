@@ -87,14 +87,6 @@ def test_a_machine_without_slurm_is_named_and_the_runs_stay_new(sweeps, monkeypa
     assert sweeps.names() == ["new"]
 
 
-def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
-    plan = sweeps.make(2)
-    plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})
-    monkeypatch.setattr(sweep.local, "start", lambda *_: pytest.fail("started"))
-    sweeps.submit([1], **LAUNCHER)
-    assert sweeps.names() == ["lost", "queued"]
-
-
 def test_the_batch_script_has_the_launchers_flags_and_a_run_per_task(cluster, sweeps):
     sweeps.make(3)
     sweeps.plan.hand_over([1], LAUNCHER)
