@@ -47,11 +47,9 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
     ("command", "module", "error", "line"),
     [
         ("experiments.train", "rich", "ModuleNotFoundError(name='rich')", "needs rich, which is"),
-        ("experiments.sweep", "hydra", "ModuleNotFoundError(name='hydra')", "needs hydra, which"),
         ("analysis.make", "pandas", "ModuleNotFoundError(name='pandas')", "needs pandas, which"),
         ("experiments.train", "rich", "KeyboardInterrupt", "Interrupted."),
         ("experiments.train", "rich", "ModuleNotFoundError(name='lowprec.x')", "Traceback"),
-        ("experiments.train", "rich", "type('Other', (Exception,), {'name': 1})", "Traceback"),
         ("another.command", "pandas", "ModuleNotFoundError(name='pandas')", "Traceback"),
     ],
 )

@@ -18,7 +18,6 @@ from lowprec.clip.model import (
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.compose import CONF
 from lowprec.config.schema import ModelConfig, PrecisionConfig
-from lowprec.nn.recipe import RECIPES
 
 TINY = dict(vision_width=64, vision_layers=2, text_width=64, text_layers=2, vocab_size=512)
 
@@ -176,22 +175,6 @@ def test_open_clip_equals_our_model_and_recipe_high(intervention):
     assert [*gradients] == [*expected_gradients]
     for name, target in expected_gradients.items():
         torch.testing.assert_close(gradients[name], target, atol=2e-5, rtol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"high"}))
-def test_recipes_are_close_to_open_clip_but_not_equal(recipe):
-    model, *batch = model_and_batch()
-    image, text, gradients = features_and_gradients(model, *batch)
-    layers = set_precision(model, PrecisionConfig(recipe=recipe))
-    assert [layer.swapped for layer in layers] == [True] * 8
-    near_image, near_text, near_gradients = features_and_gradients(model, *batch)
-    bound = 0.4 if "fp4" in recipe else 0.1 if "fp8" in recipe else 0.04  # int8: 0.7% a product
-    for value, target in ((near_image, image), (near_text, text)):
-        error = ((value - target).norm() / target.norm()).item()
-        assert error < bound and (error > 1e-5) == (recipe != "autograd_high")
-    name = "visual.transformer.resblocks.0.mlp.c_fc.weight"
-    error = (near_gradients[name] - gradients[name]).norm() / gradients[name].norm()
-    assert error < min(3 * bound, 0.9)  # without any signal: at least 1
 
 
 def test_recipe_without_layers_is_refused_except_high():

@@ -28,12 +28,9 @@ BAD = {  # command: parts of its message
     # keys
     "data=shards data.train=": ("data.train is required: glob of training shards",),
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
-    "~seed": ("~seed", "default"),
     # choices
     "model=nanoo": ("model=nanoo: no such choice; nearest: nano (conf/model has", "vit_h14"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
-    "device=gpu": ("device='gpu'", "nearest: cuda"),
-    "diagnostics.spikes=3": ("diagnostics.spikes=3", "a group of keys", "protocol"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "model=open_clip": ("model.name=null", "open_clip"),
     # recipes and backends
@@ -42,10 +39,6 @@ BAD = {  # command: parts of its message
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
     "resume.from=x model.init_from=y": ("resume.from", "model.init_from"),
-    # wrong types
-    "num_steps=abc": ("num_steps='abc': a whole number >= 1 is expected (number of optimizer",),
-    "launcher.gpus=two": ("launcher: only experiments.sweep has this key",),
-    "precision.where=c_fc": ("precision.where='c_fc': a list such as [in_proj,out_proj]",),
     # combinations
     "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
     "schedule.warmup_steps=2000": ("schedule.warmup_steps=2000", "num_steps=1000"),
@@ -70,7 +63,6 @@ BAD = {  # command: parts of its message
         "optimizer=stable_adamw with optimizer.clip_threshold=2.3",
     ),
     "optimizer.name=adamw8bit_bnb": ("adamw8bit_bnb was removed", "optimizer.optim_bits=8"),
-    "optimizer.name=adagc": ("adagc was removed", "use optimizer=adamw_zclip"),
     # keys without effect
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "data.cache=s3://b/c": ("data.cache=s3://b/c: a local folder is expected, not a URL",),
@@ -79,7 +71,6 @@ BAD = {  # command: parts of its message
         "data.cache=c does nothing without data=shards or shapes",
     ),
     "optimizer=muon distributed=fsdp2": ("optimizer=muon does not work with distributed=fsdp2",),
-    "optimizer=muon precision=pure_bf16": ("optimizer=muon does not work", "pure_bf16"),
     "optimizer=muon optimizer.beta2_decay=0.5": ("does nothing without optimizer=adamw",),
     "optimizer.optim_bits=8 distributed=fsdp2": ("optim_bits=8 does not work with", "use ddp"),
     "optimizer.skip_sigmas=6": (
@@ -99,15 +90,10 @@ BAD = {  # command: parts of its message
     "model=open_clip model.name=roberta-ViT-B-32": ("roberta-ViT-B-32", "downloaded"),
     # what cannot be
     "-m seed=range(0,1000000000)": ("more than 1,000 runs",),
-    "num_steps=1e23": ("num_steps=1e+23", "< 2147483648"),
     "name=sweeps": ("name=sweeps: must be a folder name", "not 'sweeps'"),
-    "distributed.local_loss=false": ("distributed.local_loss: no such key",),
     'run_dir=""': ("run_dir=: a folder is expected", "run_dir=runs"),
-    f"optimizer.lr=1{'0' * 400}": ("optimizer.lr=1000", "a finite number > 0 is expected"),
     f"seed={'9' * 5000}": ("seed=999", "cannot be parsed"),
-    f"optimizer.lr_scale={'{a:' * 3000}1{'}' * 3000}": ("optimizer.lr_scale={a:{a", "parsed"),
     "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
-    "model.init_from=/dev/zero": ("model.init_from=/dev/zero", "no weights there"),
     # Hydra's own keys
     "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.launcher.*"),
     "hydra/launcher=slurm": ("hydra/launcher=slurm", "submitit_slurm"),
@@ -117,25 +103,20 @@ BAD = {  # command: parts of its message
     "-m experiment=loss_curves,loss_curves_demo": ("only one experiment",),
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "use choice or range"),
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
-    "seed": ("seed: key=value is expected",),
     "seed=${nope}": ("seed", "nope"),
 }
 GOOD = {  # command: number of runs
     "": 1,
-    "name=3 run_dir=7": 1,
     "optimizer=muon optimizer.skip_sigmas=6": 1,
     "optimizer=stable_adamw optimizer.optim_bits=8 optimizer.override_32bit=[visual.proj]": 1,
     "data.val=null evaluation=none": 1,
     "precision=switchback precision_change={step:1000,autocast:fp32,recipe:high}": 1,
     "-m precision_change={step:9,recipe:custom} precision.products={output:high} seed=1,2": 2,
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
-    "model.image_size=64 model.patch_size=16 model.vision_width=192": 1,
     'data=shards data.train="a-{0..9}.tar" data.val=b.tar': 1,
     "-m seed=range(1,4) optimizer.beta2=0.9,0.95": 6,
-    "-m model=glob(mini_*)": 3,
     "-m distributed=ddp,fsdp2 accumulate=1,4 profile=true": 4,
     "-m experiment=loss_curves_demo optimizer=adamw seed=1,2": 6,
-    "experiment=loss_curves_demo precision=bf16": 1,
     "-m hydra/launcher=submitit_slurm hydra.launcher.comment=${hydra.job.name} seed=1,2": 2,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 3,
 }
@@ -265,12 +246,9 @@ def test_a_bad_command_exits_2_within_five_seconds(tmp_path):
 
 REFUSED = {  # command line: a part of the message
     "--config-name=evaluate": "--config-name: only configs in conf/ are read",
-    "--config-dir=/": "--config-dir: only configs",
-    "--config-path=/": "--config-path: only configs",
     "--experimental-rerun=x": "--experimental-rerun: only configs",  # a pickle
     "--cfg job hydra.run.dir=x": "hydra.run.dir is not allowed",
     "--num-steps 5": "--num-steps: no such flag (--help, -m, --cfg); a key is written num_steps=",
-    "--num-steps=5": "a key is written num_steps=...",
     "-m seed=0,1": "experiments.sweep submit ... launcher.gpus=2",  # in two processes
 }
 

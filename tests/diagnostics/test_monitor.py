@@ -229,16 +229,6 @@ def test_losses_and_rates_are_copied_when_given():
     assert [row["lr"] for row in monitor.rows()] == pytest.approx([1.0, 0.5, 1 / 3])
 
 
-def test_only_the_tables_of_recorded_steps_stay_in_memory():
-    model, optimizer = make()
-    monitor = watch(model, optimizer, every=10, flush=10)
-    take(model, optimizer, monitor, range(1, 21))
-    monitor.flush()
-    held = [table if table.base is None else table.base for _, table in monitor._tables]
-    size = 4 * len(monitor.names) * len(STATISTICS)
-    assert [table.nbytes for table in held] == [size] * 3
-
-
 def test_a_wrapped_optimizer_and_model_are_looked_into():
     model, optimizer = make()
     wrapper = type("Wrapper", (torch.optim.Optimizer,), {"__init__": lambda self: None})()
@@ -250,19 +240,6 @@ def test_a_wrapped_optimizer_and_model_are_looked_into():
     loss_of(model, 1).backward()
     optimizer.step()
     assert monitor.step == 1 and monitor.names[0] == "0.0.weight"
-
-
-def test_the_model_in_compile_and_ddp_is_named(monkeypatch):
-    wrap = type("Wrap", (nn.Module,), {"forward": lambda self, x: self.module(x)})
-    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", wrap)  # without processes
-    model, optimizer = make()
-    for is_inside in (False, True):
-        wrapped = wrap()
-        wrapped.module = torch.compile(model, backend="eager") if is_inside else model
-        wrapped = torch.compile(wrapped, backend="eager")
-        monitor = watch(wrapped, optimizer)
-        assert monitor.model_name == "Sequential" and monitor.names[0] == "0.weight"
-        monitor.close()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

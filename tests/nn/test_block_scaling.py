@@ -1,4 +1,4 @@
-"""Block-scaled formats beside torchao's, stochastic rounding and the Hadamard rotation."""
+"""Rounding beside gfloat's, and what the tiles of block-scaled formats do at their limits."""
 
 import pytest
 import torch
@@ -18,70 +18,6 @@ def spread(rows, columns):
     x = scaled(rows, columns)
     x[3], x[4, :32], x[5] = 0, x[4, :32] * 1e-30, x[5] * 1e20
     return x
-
-
-TRANSPOSED = {"rowwise": "columnwise", "1x128": "128x1", "1x32": "32x1", "1x16": "16x1"}
-MX = {  # torchao's names of element types with power-of-two scales
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-    "e2m1": torch.float4_e2m1fn_x2,
-    "e2m3": "fp6_e2m3",
-    "e3m2": "fp6_e3m2",
-}
-IN_TORCHAO = [  # format, granularity, scale
-    *((name, "rowwise", "float32") for name in ("int8", "e4m3", "e5m2")),
-    *(("e4m3", tile, "float32") for tile in ("1x128", "128x128")),
-    ("e2m1", "1x16", "e4m3"),
-    *((name, "1x32", "e8m0") for name in MX),
-]
-
-
-def by_torchao(x, name, granularity, scale):
-    """Quantized to nearest and scaled back, float32."""
-    fp8 = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
-    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8")
-    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-    if scale == "e8m0":
-        return mx.MXTensor.to_mx(x, MX[name], 32).dequantize(torch.float32)
-    if scale == "e4m3":
-        of_tensor = nvfp4.per_tensor_amax_to_scale(x.abs().max())
-        q = nvfp4.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=of_tensor)
-        return q.dequantize(torch.float32)
-    if name == "int8":
-        q, scales = int8.quantize_int8_rowwise(x)
-        return q * scales[:, None]
-    if granularity == "128x128":
-        q, scales = fp8.torch_blockwise_scale_weight_quant(x)
-        return q.float() * scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    size = 128 if granularity == "1x128" else x.shape[1]
-    q, scales = fp8.torch_blockwise_scale_act_quant_lhs(x, size, parse_format(name).dtype)
-    return q.float() * scales.repeat_interleave(size, 1)
-
-
-@pytest.mark.parametrize("name, granularity, scale", IN_TORCHAO)
-def test_quantized_tensors_equal_torchaos(name, granularity, scale):
-    x = torch.randn(256, 384) * torch.randn(256, 1).exp()
-    x[3] = 0
-    if scale == "e8m0":
-        x = spread(256, 384)
-    transposed = TRANSPOSED.get(granularity, granularity)
-    for dtype in (torch.float32, torch.bfloat16) if scale == "e8m0" else (torch.float32,):
-        x = x.to(dtype)
-        expected = by_torchao(x, name, granularity, scale)
-        assert (expected != x).any()
-        format = parse_format(name)
-        for x_hat in (
-            reference.fake_quantize(x, format, granularity, torch.float32, scale=scale),
-            reference.fake_quantize(x.T, format, transposed, torch.float32, scale=scale).T,
-        ):
-            if scale == "float32":  # they multiply by 1 / scale, which rounds a few ties apart
-                is_near = torch.isclose(x_hat, expected, rtol=1e-6, atol=0)
-                assert is_near.float().mean() > 0.9999
-                errors = (x_hat - x).abs() - (expected - x).abs()
-                assert (errors.abs() <= 1e-5 * x.abs()).all()
-            else:
-                assert torch.equal(x_hat, expected)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import INT8, parse_format
-from lowprec.nn.inference import to_int8
-from lowprec.nn.linear import SwitchBackLinear
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -86,21 +83,6 @@ def test_fake_attention_ops_match_the_kernels(device):
     assert_fake_is_true(ops.attention, triton_attention.attention, qkv, 3, True)
     backward = triton_attention.attention_backward
     assert_fake_is_true(ops.attention_backward, backward, g, qkv, 3, True)
-
-
-def int8_layer(*sizes):
-    return to_int8(nn.Sequential(nn.Linear(*sizes)), ["0"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("build", [SwitchBackLinear, int8_layer], ids=["switchback", "int8"])
-def test_a_traced_layer_records_its_kernels(device, by_kernels, build):
-    with device:
-        layer, x, other = build(64, 32), *torch.randn(2, 8, 64)
-    with torch.no_grad():
-        traced = torch.jit.trace(layer, x)
-        assert torch.equal(traced(other), layer(other))
-    assert "lowprec::matmul" in str(traced.inlined_graph)
 
 
 def test_operands_with_the_negative_bit_are_read_with_their_sign(device, by_kernels):

@@ -259,14 +259,3 @@ def test_a_sum_of_no_terms_is_the_bias(device, launch):
     a, b = make_int8(16, 64, device, 0)[:, :0], make_int8(32, 64, device, 1)[:, :0]
     one, bias = torch.ones(1, 1, device=device), torch.randn(32, device=device)
     assert torch.equal(launch(a, b, one, one, bias, torch.float32), bias.expand(16, 32))
-
-
-def test_a_sum_of_no_terms_has_no_part_on_hopper(monkeypatch):
-    """Its kernel stores what it has loaded."""
-    monkeypatch.setattr(kernels, "_is_hopper", lambda device: True)
-    dtypes = (torch.int8, torch.int8, torch.float32, None)
-    for terms, kernel in ((0, kernels._matmul_kernel), (64, gluon_matmul._matmul_hopper_kernel)):
-        planned = kernels._plan.__wrapped__(
-            torch.device("cpu"), dtypes, (16, 32, terms), (64, 64), (False, False), True
-        )
-        assert planned[0].kernel is kernel

@@ -58,16 +58,15 @@ def check(x, format, granularity):
     return q, scale
 
 
-@each_pair
+@pytest.mark.parametrize(
+    "shape, format, dtype",
+    [((63, 100), *pair) for pair in PAIRS]
+    + [(shape, INT8, torch.bfloat16) for shape in [(1, 1), (128, 257), (5, 1), (1, 300)]],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 @each_granularity
-def test_kernels_match_reference_bits(device, granularity, format, dtype):
-    check(make((63, 100), dtype, device), format, granularity)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (128, 257), (5, 1), (1, 300)], ids=str)
-@each_granularity
-def test_any_shape_matches_reference_bits(device, granularity, shape):
-    check(make(shape, torch.bfloat16, device), INT8, granularity)
+def test_kernels_match_reference_bits(device, granularity, shape, format, dtype):
+    check(make(shape, dtype, device), format, granularity)
 
 
 @pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])

@@ -15,13 +15,10 @@ M, N, K = 8, 32, 64
 FITTING = {"a": (M, K), "b": (N, K), "a_scale": (M, 1), "b_scale": (N, 1), "bias": (N,)}
 TILED = {"a": (M, 300), "b": (200, 300), "a_scale": (M, 3), "b_scale": (2, 3), "bias": (200,)}
 WRONG = [
-    {"a": (M, 48)},
     {"a": (M, 80)},
-    {"bias": (1,)},
     {"bias": (N + 1,)},
     {"bias": (1, N)},
     {"a_scale": (M + 1, 1)},
-    {"a_scale": (1, M)},
     {"a_scale": (0, 1)},
     {"b_scale": (N - 1, 1)},
     *(TILED | wrong for wrong in [{"a_scale": (1, 3)}, {"a_scale": (M, 2)}, {"b_scale": (200, 1)}]),

@@ -77,9 +77,7 @@ def test_runs_are_folders_with_config_and_status(tmp_path):
     ("text", "why"),
     [
         ("seed: 1" + ":0" * 400 + ".5", "too large"),  # sexagesimal, as in YAML 1.1
-        ("seed: 1" + ":0" * 400, "more than 64 bits"),
         ("optimizer:\n  lr: 1" + "0" * 400, "more than 64 bits"),
-        ("seed: 0x" + "f" * 9999, "digits"),
         ("seed: 0\nmodel: {name: nano, heads: 1, name: mini_b}", "twice: name, heads, name"),
         ("# nothing\n", "it is empty"),
     ],
