@@ -43,9 +43,7 @@ def test_line_holds_the_common_fields_and_rounded_numbers(lines, tmp_path, capsy
         (Unable("too large"), True, None, False),
     ],
 )
-def test_failed_measurement_has_a_reason_and_no_number(
-    lines, tmp_path, error, is_ours, correct, fails
-):
+def test_a_failure_has_no_number(lines, tmp_path, error, is_ours, correct, fails):
     with lines.measurement("a", "2x3", "bf16", is_ours=is_ours, dim=3) as row:
         row.update(ms=1.0, ratio=2.0)
         raise error

@@ -169,9 +169,7 @@ def test_one_index_folder_serves_two_sets_with_the_same_names(tmp_path, indexed)
 @pytest.mark.parametrize(
     ("owner", "call", "number"), [(Path, "mkdir", errno.EROFS), (fcntl, "flock", errno.ENOLCK)]
 )
-def test_in_a_folder_without_writing_or_locks_indexed_shards_open_and_new_ones_name_data_index(
-    tmp_path, monkeypatch, owner, call, number
-):
+def test_a_read_only_folder_opens_if_indexed(tmp_path, monkeypatch, owner, call, number):
     def refuse(*_, **__):
         raise OSError(number, os.strerror(number))
 

@@ -161,9 +161,7 @@ def test_order_depends_on_seed_segment_and_number_of_workers_only(eight):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resuming_at_a_boundary_is_the_continuation_and_reads_nothing_twice(
-    server, eight, workers, monkeypatch
-):
+def test_resuming_at_a_boundary_reads_nothing_twice(server, eight, workers, monkeypatch):
     eight = [f"{server.url}/{Path(path).name}" for path in eight]
     monkeypatch.setattr(lowprec.data.stream, "SHUFFLED", 3)
     undisturbed = make_stream(eight, workers=workers).batches_from(1)
@@ -285,9 +283,7 @@ def test_too_few_shards_for_the_workers_are_refused(make_config, squares):
         check_readers(ShardUrls(["a", "b", "c"]), 2, world_size=4)
 
 
-def test_stopped_and_resumed_run_has_the_metrics_of_an_undisturbed_one(
-    server, squares, make_config, run_once, tmp_path
-):
+def test_a_stopped_stream_goes_on(server, squares, make_config, run_once, tmp_path):
     for path in squares.glob("train-*.tar"):
         data = bytearray(path.read_bytes())
         data[30 * 512] ^= 255 * path.name.startswith("train-0")
@@ -387,9 +383,7 @@ def test_failure_of_a_command_comes_after_its_output_and_closing_ends_it(put_fil
 
 
 @pytest.mark.parametrize("name", ["stall.tar", "trickle.tar"])
-def test_a_server_that_stalls_is_left_and_named_and_the_others_are_read(
-    server, put, monkeypatch, name
-):
+def test_a_server_that_stalls_is_left_and_named(server, put, monkeypatch, name):
     in_a_second = ["1" if word == "60" else word for word in lowprec.data.stream.CURL]
     monkeypatch.setattr(lowprec.data.stream, "CURL", in_a_second)
     urls = [put("good.tar", range(10, 16)), f"{server.url}/{name}"]

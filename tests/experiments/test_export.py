@@ -57,9 +57,7 @@ def exported(trained, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_open_clip_loads_an_exported_folder_by_the_printed_lines(
-    exported, tmp_path, capsys, is_fresh
-):
+def test_open_clip_loads_an_exported_folder(exported, tmp_path, capsys, is_fresh):
     images, tokens = torch.randn(2, 3, 32, 32), torch.randint(1, 500, (2, 8))
     torch.save([images, tokens], "batch.pt")
     script = ""

@@ -101,9 +101,7 @@ REFUSED = [  # the content of another table or None, changes of the config, a pa
 
 
 @pytest.mark.parametrize(("content", "changes", "fault"), REFUSED)
-def test_what_cannot_be_made_is_refused_before_a_shard_is_written(
-    photos, tmp_path, content, changes, fault
-):
+def test_what_cannot_be_made_is_refused(photos, tmp_path, content, changes, fault):
     write_table(photos / "good.csv", GOOD)
     (photos / "damaged.csv").write_bytes(content or b"")
     table = "good.csv" if content is None else "damaged.csv"
@@ -182,9 +180,7 @@ def test_pipes_and_devices_are_not_read(tmp_path, kind):
         tables.write_shards(tmp_path / "u.csv", tmp_path / "out", ["image", "caption"])
 
 
-def test_paths_are_relative_to_the_table_or_else_to_the_working_directory(
-    photos, tmp_path, monkeypatch
-):
+def test_paths_are_of_the_table_or_the_directory(photos, tmp_path, monkeypatch):
     monkeypatch.chdir(photos.parent)
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "PNG.png").write_bytes((photos / "RGBA.png").read_bytes())

@@ -119,9 +119,7 @@ def archive(dice: random.Random, run: Path) -> None:
 
 
 @few_or_many
-def test_a_spoiled_run_is_noted_and_takes_down_no_reader(
-    two_runs, tmp_path, monkeypatch, each_case
-):
+def test_a_spoiled_run_is_noted(two_runs, tmp_path, monkeypatch, each_case):
     monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "")
     for dice in each_case("run", 0.25):
         root = tmp_path / "runs"

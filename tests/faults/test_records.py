@@ -48,7 +48,7 @@ def stopped(make_config, run_once, stopped_runs, tmp_path):
 
 
 @pytest.mark.parametrize("shift_s", [-(10**9), 10**9])
-def test_a_clock_that_steps_and_touched_files_change_nothing(
+def test_a_stepping_clock_changes_nothing(
     make_config, run_once, stopped, calm, monkeypatch, shift_s
 ):
     run = stopped(10)
@@ -95,9 +95,7 @@ def test_damage_in_attempts_and_skips_does_not_stop_a_resume(make_config, run_on
 
 
 @pytest.mark.parametrize("kept", [None, 0, 10], ids=["deleted", "empty", "cut"])
-def test_lost_attempts_repeat_no_number_and_lose_no_step(
-    make_config, run_once, stopped, calm, kept
-):
+def test_lost_attempts_lose_no_step(make_config, run_once, stopped, calm, kept):
     run = stopped(7, 9)
     attempts = run / "attempts.jsonl"
     attempts.unlink() if kept is None else os.truncate(attempts, kept)
@@ -110,9 +108,7 @@ def test_lost_attempts_repeat_no_number_and_lose_no_step(
 
 @pytest.mark.parametrize("moment", ["before a resume", "before the end"])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensors/0000.arrows"])
-def test_a_zeroed_file_is_named_before_a_run_counts_as_finished(
-    make_config, run_once, stopped, name, moment
-):
+def test_a_zeroed_file_is_named(make_config, run_once, stopped, name, moment):
     run = stopped(7)
 
     def zero(built=None):
@@ -137,9 +133,7 @@ def test_a_resume_names_the_file_whose_row_has_no_step_or_loss(make_config, run_
             run_once(make_config(), path.parent)
 
 
-def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
-    make_config, run_once, stopped
-):
+def test_lost_checkpoints_are_an_error_never_step_0(make_config, run_once, stopped):
     run = stopped(7)
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="was saved at step 7; its checkpoints are gone"):
@@ -156,9 +150,7 @@ def test_a_record_without_its_checkpoints_and_status_is_an_error_never_step_0(
 
 
 @pytest.mark.parametrize("made_anew", [True, False])
-def test_a_process_whose_run_directory_was_replaced_writes_nothing_more(
-    make_config, run_once, tmp_path, made_anew
-):
+def test_nothing_is_written_into_another_run(make_config, run_once, tmp_path, made_anew):
     run, others = tmp_path / "run", {}
 
     def replace(built):

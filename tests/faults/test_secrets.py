@@ -39,7 +39,7 @@ def leaks(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("is_fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_sweep_with_a_dashboard_and_a_failing_cell_leaks_nothing(
+def test_a_sweep_with_a_dashboard_leaks_nothing(
     squares, tmp_path, monkeypatch, fork_training, is_fresh
 ):
     pytest.importorskip("wandb")
@@ -113,9 +113,7 @@ def test_a_typed_password_reaches_neither_disk_nor_output(tmp_path):
     assert SECRET not in done.stdout + done.stderr and leaks(tmp_path) == []
 
 
-def test_the_config_of_a_run_names_its_stream_without_the_secrets(
-    make_config, squares, tmp_path, capfd
-):
+def test_a_config_names_a_stream_without_secrets(make_config, squares, tmp_path, capfd):
     command = f"pipe:env TOKEN=c4n4ry cat {squares}/train-0.tar"
     changes = {"data.train": command, "data.name": "stream", "data.allow_remote": ["pipe"]}
     train.main(make_config({**changes, "num_steps": 2, "data.val": None}))

@@ -45,9 +45,7 @@ WEIGHTS = {  # file name: a function that writes it from (path, payload)
 
 @pytest.mark.parametrize("call", [os.system, eval, open], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_with_code_are_refused_in_a_sentence_that_names_the_file(
-    tmp_path, payload, canary, name, call
-):
+def test_weights_with_code_are_refused_by_name(tmp_path, payload, canary, name, call):
     WEIGHTS[name](tmp_path / name, payload(canary, call))
     with pytest.raises(ValueError) as error:
         read_weights(tmp_path / name)
@@ -64,7 +62,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_weights_are_refused_in_a_sentence_that_names_the_file(tmp_path, name):
+def test_damaged_weights_are_refused_by_name(tmp_path, name):
     (tmp_path / name).write_bytes(DAMAGED[name])
     with pytest.raises(ValueError, match=f"{name} cannot be read as weights: [^\n]+$"):
         read_weights(tmp_path / name)

@@ -254,9 +254,7 @@ def test_first_unfit_names_the_first_tensor_that_no_kernel_takes(unfit, monkeypa
 
 
 @pytest.mark.parametrize("fused_option", [None, True])
-def test_a_state_that_no_longer_fits_its_parameter_is_not_written_to(
-    device, monkeypatch, fused_option
-):
+def test_a_state_that_no_longer_fits_stays(device, monkeypatch, fused_option):
     weight = torch.nn.Parameter(torch.ones(4, 6, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer = StableAdamW([weight], fused=fused_option)
@@ -271,9 +269,7 @@ def test_a_state_that_no_longer_fits_its_parameter_is_not_written_to(
 
 
 @pytest.mark.parametrize("optim_bits", [32, 8])
-def test_what_a_captured_step_reads_outlives_loads_other_layouts_and_options(
-    device, monkeypatch, optim_bits
-):
+def test_what_a_captured_step_reads_stays_alive(device, monkeypatch, optim_bits):
     params = [torch.nn.Parameter(torch.ones(20, 30, device=device)) for _ in range(2)]
     rate = torch.full((), 0.5, device=device)
     options = {"optim_bits": optim_bits, "min_8bit_size": 1}

@@ -22,9 +22,7 @@ RUNS = {  # optimizer: keys, kinds of its state
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(
-    name, make_config, run_once, tmp_path, monkeypatch
-):
+def test_a_killed_run_resumes_to_the_bit(name, make_config, run_once, tmp_path, monkeypatch):
     monkeypatch.setattr("lowprec.optim.clipping.ZCLIP_FIRST", 3)
     monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
     changes = {"optimizer.name": name, "diagnostics.statistics": ["grad_norm"]}

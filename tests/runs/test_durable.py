@@ -24,9 +24,7 @@ def failing(number, call=None, when=lambda *_: True):
     return fail
 
 
-def test_a_folder_that_cannot_be_synced_is_noted_once_and_a_file_is_an_error(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_folder_that_cannot_be_synced_is_noted_once(tmp_path, monkeypatch, caplog):
     is_folder = lambda descriptor: stat.S_ISDIR(os.fstat(descriptor).st_mode)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing(errno.EINVAL, os.fsync, is_folder))

@@ -51,9 +51,7 @@ def test_a_mistake_is_answered_with_a_way_out(here, capsys, monkeypatch, words, 
     assert re.search(message, printed), printed
 
 
-def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
-    here, tiny, capsys, no_launcher
-):
+def test_a_finished_run_is_not_submitted(here, tiny, capsys, no_launcher):
     assert run("submit", *tiny, "seed=0,1", "name=t") == 0
     plan = here / "runs/sweeps/t/sweep.json"
     directory = json.loads(plan.read_text())["runs"][0]["directory"]
@@ -70,9 +68,7 @@ def test_a_finished_run_is_not_submitted_and_changed_data_are_refused(
 
 
 @pytest.mark.parametrize(("size", "code"), [("1", 0), ("2", DECLINED)])
-def test_a_rank_that_declines_leaves_no_other_waiting(
-    here, tiny, no_launcher, monkeypatch, size, code
-):
+def test_a_rank_declines_for_all(here, tiny, no_launcher, monkeypatch, size, code):
     assert run("submit", *tiny, "name=t") == 0
     plan = Plan(here / "runs/sweeps/t")
     monkeypatch.setattr(sweep, "GRACE_S", 0.0)
@@ -111,9 +107,7 @@ def test_keys_that_are_not_identity_replace_those_of_the_same_run(here, tiny, no
         (["launcher.gpus=2"], "use distributed=ddp"),
     ],
 )
-def test_runs_that_do_not_fit_the_launchers_processes_are_refused(
-    here, tiny, capsys, monkeypatch, words, fault
-):
+def test_runs_must_fit_the_launcher(here, tiny, capsys, monkeypatch, words, fault):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert run("submit", *tiny, "seed=0", *words) == 2
     printed = capsys.readouterr().err
@@ -121,9 +115,7 @@ def test_runs_that_do_not_fit_the_launchers_processes_are_refused(
     assert not (here / "runs").exists()
 
 
-def test_secrets_in_urls_are_in_the_plan_only_and_never_printed(
-    here, tiny, squares, capfd, no_launcher
-):
+def test_secrets_in_urls_are_in_the_plan_alone(here, tiny, squares, capfd, no_launcher):
     keys = [key for key in tiny if not key.startswith("data")]
     urls = [f"pipe:env TOKEN=c4n4ry{i} cat {squares}/train-{i}.tar" for i in range(2)]
     keys += ["data=stream", "data.allow_remote=[pipe]", "data.val=null", "name=t"]

@@ -32,9 +32,7 @@ def kill_launcher(plan):
     os.waitpid(pid, 0)
 
 
-def test_of_eight_runs_two_fail_by_name_and_only_these_are_run_again(
-    sweeps, here, capsys, monkeypatch
-):
+def test_failed_runs_alone_are_run_again(sweeps, here, capsys, monkeypatch):
     sweeps.make(8)
     (here / "bad").write_text("5\n7\n")
     sweeps.train(monkeypatch)
@@ -90,9 +88,7 @@ def test_a_killed_launcher_loses_no_run_and_none_that_ended_is_run_again(sweeps,
 @pytest.mark.parametrize(
     ("number", "waits"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGKILL, False)]
 )
-def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
-    sweeps, here, number, waits
-):
+def test_the_next_launcher_waits_for_what_still_saves(sweeps, here, number, waits):
     plan = sweeps.make(1, SAVES + sweeps.script)
     sweeps.submit(parallel=1)
     sweeps.until((here / "alive").exists)
@@ -109,9 +105,7 @@ def test_trainings_of_an_ended_launcher_save_and_the_next_one_waits_for_them(
 @pytest.mark.parametrize(
     ("owner", "name"), [(Plan, "waiting"), (status, "read_status")], ids=["launcher", "submit"]
 )
-def test_a_run_that_ends_while_it_is_looked_at_is_not_started_again(
-    sweeps, monkeypatch, owner, name
-):
+def test_a_run_that_ends_meanwhile_is_not_started_again(sweeps, monkeypatch, owner, name):
     plan = sweeps.make(1)
     plan.hand_over([0], LOCAL)  # and its launcher died
     plan.directory_of(0).mkdir(parents=True)
@@ -228,9 +222,7 @@ def test_each_run_has_gpus_of_its_own(sweeps, here, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [1, 2])
-def test_gpus_are_shared_evenly_and_given_to_the_next_run_when_there_is_room(
-    sweeps, here, monkeypatch, share
-):
+def test_gpus_are_shared_evenly_and_given_on(sweeps, here, monkeypatch, share):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e "go-$2" ]; do sleep 0.02; done\n'
     last = 2 * share

@@ -48,9 +48,7 @@ def test_an_edited_plan_and_one_with_other_fields_are_named(plan):
 
 @pytest.mark.parametrize("name", [".", "sweep.json"])
 @pytest.mark.parametrize("change", ["owner", "group", "others"])
-def test_a_plan_that_another_user_can_have_written_is_refused(
-    sweeps, monkeypatch, canary, name, change
-):
+def test_a_plan_that_others_can_write_is_refused(sweeps, monkeypatch, canary, name, change):
     before = os.umask(0o002)
     plan = sweeps.make(1)
     os.umask(before)

@@ -27,9 +27,7 @@ def test_a_submission_is_tried_until_it_goes_through_once(cluster, sweeps, shim,
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-def test_a_submit_that_is_killed_loses_and_repeats_nothing(
-    cluster, sweeps, shim, monkeypatch, arrived
-):
+def test_a_killed_submit_repeats_nothing(cluster, sweeps, shim, monkeypatch, arrived):
     sweeps.make(3)
     submit = slurm.submit
 
@@ -64,9 +62,7 @@ FAILS = "echo 'Socket timed out on send/recv operation' >&2; exit 1"
 @pytest.mark.parametrize(
     ("arrives", "then"), [(True, FAILS), (True, HANGS), (False, HANGS)], ids=str
 )
-def test_an_sbatch_without_an_answer_is_looked_for_in_the_queue_and_not_repeated(
-    cluster, sweeps, shim, monkeypatch, arrives, then
-):
+def test_a_silent_sbatch_is_not_repeated(cluster, sweeps, shim, monkeypatch, arrives, then):
     shim("sbatch", (cluster.sbatch if arrives else "") + then)
     monkeypatch.setattr(slurm, "TIMEOUT_S", 0.3)
     sweeps.make(3)
@@ -144,9 +140,7 @@ def test_cancel_is_recorded_first_and_can_be_repeated(cluster, sweeps, shim):
         (["launcher=local"], {"name": "local", "parallel": 1, "mem_gb": None, "partition": None}),
     ],
 )
-def test_resubmit_uses_the_last_launcher_with_changes(
-    cluster, sweeps, no_local_launcher, words, changed
-):
+def test_resubmit_changes_the_last_launcher(cluster, sweeps, no_local_launcher, words, changed):
     sweeps.make(3)
     before = LAUNCHER | {"setup": ["module load cuda"], "sbatch": {"account": "us"}}
     sweeps.submit(**before)

@@ -113,9 +113,7 @@ def in_job(monkeypatch):
     return put
 
 
-def test_a_job_that_is_requeued_without_a_new_checkpoint_ends_after_three_attempts(
-    attempt, signalled, in_job
-):
+def test_requeues_without_a_new_checkpoint_end_after_three(attempt, signalled, in_job):
     for number in range(3):
         in_job("7", "1", requeued=number > 0)
         signalled()

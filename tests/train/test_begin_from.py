@@ -55,9 +55,7 @@ def steps_of(checkpoint):
     return set(json.loads((checkpoint / "state.json").read_text())["steps"])
 
 
-def test_a_run_starts_at_step_1_with_the_weights_and_moments_of_its_source(
-    make_config, tmp_path, first
-):
+def test_a_run_starts_at_step_1_with_the_state_of_its_source(make_config, tmp_path, first):
     still = {"optimizer.lr": 1e-30, "num_steps": 1, "optimizer.weight_decay": 0.0}
     [run] = second(make_config, tmp_path, first, **still)
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1]
@@ -86,9 +84,7 @@ def test_a_resumed_run_does_not_start_from_its_source_again(make_config, tmp_pat
     assert steps_of(list_checkpoints(run)[-1]) == {8}
 
 
-def test_a_finished_run_keeps_the_weights_alone_unless_told(
-    make_config, tmp_path, first, monkeypatch, capsys
-):
+def test_a_finished_run_keeps_the_weights(make_config, tmp_path, first, monkeypatch, capsys):
     changes = {"keep_checkpoints": None, "model.patch_dropout": 0.5, "num_steps": 4}
     entry.main(make_config({"name": "light", "save_every": 2, **changes}))
     [light] = find_runs(tmp_path / "runs" / "light")
@@ -134,9 +130,7 @@ def measured(run):
 
 
 @pytest.mark.parametrize("command", [evaluated, measured])
-def test_a_run_with_the_weights_alone_gives_what_a_whole_one_gives(
-    light_source, first, tmp_path, command
-):
+def test_weights_alone_give_what_a_whole_run_gives(light_source, first, tmp_path, command):
     """Neither needs the cache of the training machine."""
     light = shutil.copytree(light_source, tmp_path / "light" / first.name)
     path = light / "config.yaml"

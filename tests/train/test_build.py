@@ -27,9 +27,7 @@ def built(make_config):
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])  # the last: ARM
 @pytest.mark.parametrize("has_bf16", [False, True])
-def test_bf16_is_slow_on_x86_without_instructions_for_it(
-    make_config, monkeypatch, capability, has_bf16
-):
+def test_bf16_is_slow_on_x86_without_its_unit(make_config, monkeypatch, capability, has_bf16):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     config = make_config({"precision.autocast": "bf16"})

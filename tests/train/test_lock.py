@@ -56,9 +56,7 @@ def trained(model):
     ],
     ids=["image", "image but two groups", "text"],
 )
-def test_the_same_parameters_and_gradients_as_with_open_clips_lock(
-    built, lr_scale, locked_by_open_clip
-):
+def test_locking_equals_open_clips(built, lr_scale, locked_by_open_clip):
     ours, theirs = built(lr_scale), built(None)
     locked_by_open_clip(theirs.task.model)
     assert trained(ours.task.model) == trained(theirs.task.model) == set(ours.state.optimizer.names)

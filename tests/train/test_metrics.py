@@ -54,9 +54,7 @@ def spikes_of(run):
     return [event for event in read_rows(run / "events.jsonl") if "spike" in event]
 
 
-def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
-    make_config, run_once, shaken, tmp_path, capsys
-):
+def test_a_planted_spike_survives_a_stop(make_config, run_once, shaken, tmp_path, capsys):
     config = make_config(SPIKES)
     run_once(config, tmp_path / "whole", spoil=shaken({14}))
     assert "loss spike at step 14" in capsys.readouterr().out
@@ -68,9 +66,7 @@ def test_a_planted_spike_is_recorded_and_printed_also_by_a_stopped_run(
     assert by_kind["loss"]["loss"] > 20 and max(by_kind["rms"]["rms"].values()) > 2.3
 
 
-def test_a_short_run_with_default_thresholds_has_its_spikes_examined(
-    make_config, run_once, shaken, tmp_path, capsys
-):
+def test_a_short_run_has_spikes_by_default(make_config, run_once, shaken, tmp_path, capsys):
     config = make_config({"num_steps": 125, "log_every": 125, "save_every": 125})
     run_once(config, tmp_path / "run", spoil=shaken((8, 9, 120, 121)))
     losses = [event["step"] for event in spikes_of(tmp_path / "run") if event["spike"] == "loss"]
@@ -83,9 +79,7 @@ def test_a_short_run_with_default_thresholds_has_its_spikes_examined(
 
 
 @pytest.mark.parametrize("num_steps", [32, 17])
-def test_a_collapse_is_an_event_while_the_run_trains_and_survives_a_resume(
-    make_config, run_once, tmp_path, capsys, monkeypatch, num_steps
-):
+def test_a_collapse_is_an_event(make_config, run_once, tmp_path, capsys, monkeypatch, num_steps):
     monkeypatch.setattr("lowprec.diagnostics.spikes.COLLAPSED", 20)
     monkeypatch.setattr("lowprec.diagnostics.spikes.LAST_STEPS", 8)
     changes = {"optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}

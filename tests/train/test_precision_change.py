@@ -49,9 +49,7 @@ def config_of(make_config):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_with_a_change_is_two_runs_in_a_row_and_resumes_to_the_bit(
-    config_of, make_config, run_once, tmp_path, name
-):
+def test_a_change_is_two_runs_in_a_row(config_of, make_config, run_once, tmp_path, name):
     run_once(config_of(name), tmp_path / "changed")
     changed = contents(tmp_path / "changed")
     events = [e for e in read_rows(tmp_path / "changed" / "events.jsonl") if "precision" in e]
@@ -82,9 +80,7 @@ def test_a_run_with_a_change_is_two_runs_in_a_row_and_resumes_to_the_bit(
         assert [e for e in read_rows(folder / "events.jsonl") if "precision" in e] == events
 
 
-def test_a_run_with_a_change_is_replayed_and_evaluated_with_the_recipe_of_the_step(
-    config_of, run_once, tmp_path, capsys, monkeypatch
-):
+def test_replays_take_the_recipe_of_the_step(config_of, run_once, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     run_once(config_of("to high"), run)
     fp32 = list(suspects(to_dict(read_config(run))))[-1]
@@ -161,9 +157,7 @@ def test_layers_of_the_later_recipe_are_listed_if_the_first_has_none(config_of, 
     assert "llm_int8" in capsys.readouterr().out
 
 
-def test_a_recipe_that_does_not_fit_the_model_is_refused_before_the_first_step(
-    make_config, run_once, tmp_path
-):
+def test_a_later_recipe_that_does_not_fit_is_refused(make_config, run_once, tmp_path):
     change = {"step": 6, "recipe": "switchback"}
     where = {"precision.backend": "triton", "precision_change": change}
     with pytest.raises(ConfigError, match="precision.recipe=switchback"):

@@ -29,9 +29,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
-def test_a_snapshot_is_the_checkpoint_of_a_step_before_the_spike_and_changes_no_training(
-    make_config, run_once, shaken, tmp_path
-):
+def test_a_snapshot_is_the_checkpoint_of_its_step(make_config, run_once, shaken, tmp_path):
     config, provenance = make_config(RECORDED | {"model.patch_dropout": 0.5}), {"code": {"a": "1"}}
     run_once(config, tmp_path / "with", spoil=shaken({14}), provenance=provenance)
     [snapshot] = list_snapshots(tmp_path / "with")
@@ -71,9 +69,7 @@ def test_only_the_newest_snapshots_stay(make_config, run_once, shaken, tmp_path)
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
 
 
-def test_a_resume_writes_the_snapshots_of_what_it_cut_off_again(
-    make_config, run_once, shaken, tmp_path
-):
+def test_a_resume_writes_a_lost_snapshot_again(make_config, run_once, shaken, tmp_path):
     config = make_config(RECORDED | {"save_every": 20})
     run_once(config, tmp_path, spoil=shaken({14}), kill_at=18)
     [snapshot] = list_snapshots(tmp_path)
@@ -96,9 +92,7 @@ class Counting:
 
 
 @pytest.mark.parametrize(("steps", "log_every", "within"), [(2, 3, 1), (10, 7, 4), (1, 20, 10)])
-def test_a_base_is_always_old_enough_however_late_a_spike_is_detected(
-    make_config, tmp_path, steps, log_every, within
-):
+def test_a_base_is_always_old_enough(make_config, tmp_path, steps, log_every, within):
     config = make_config(
         {
             "log_every": log_every,

@@ -24,9 +24,7 @@ INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of its own ways
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
-def test_compiled_blocks_follow_the_eager_curve(
-    make_config, run_once, tmp_path, monkeypatch, backend
-):
+def test_compiled_blocks_follow_eager_ones(make_config, run_once, tmp_path, monkeypatch, backend):
     short = {"num_steps": 2, "model.vision_layers": 1}
     run_once(make_config(short), tmp_path / "eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))

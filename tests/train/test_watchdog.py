@@ -111,9 +111,7 @@ def test_a_rank_that_cannot_write_its_stacks_still_says_why_it_ends(ended, tmp_p
         (RecordFileError("/run/config.yaml cannot be read: Connection timed out"), False),
     ],
 )
-def test_only_an_error_of_torch_is_taken_for_a_lost_rank(
-    monkeypatch, make_config, tmp_path, error, ends
-):
+def test_only_torchs_errors_mean_a_lost_rank(monkeypatch, make_config, tmp_path, error, ends):
     reasons = []
     dog = SimpleNamespace(close=str, end=reasons.append)
     monkeypatch.setattr(failures.watchdog, "Watchdog", lambda *_, **__: dog)
