@@ -57,12 +57,6 @@ BAD = {  # command: parts of its message
     "precision=llm_int8 precision.outlier_threshold=6 precision_change={step:9,recipe:high}": (
         "step=9 does not work with precision.outlier_threshold",
     ),
-    # what was removed
-    "optimizer.on_warning.action=clip": (
-        "optimizer.on_warning was removed",
-        "optimizer=stable_adamw with optimizer.clip_threshold=2.3",
-    ),
-    "optimizer.name=adamw8bit_bnb": ("adamw8bit_bnb was removed", "optimizer.optim_bits=8"),
     # keys without effect
     "precision.backend=triton": ("precision.backend=triton does nothing without",),
     "data.cache=s3://b/c": ("data.cache=s3://b/c: a local folder is expected, not a URL",),
@@ -184,21 +178,6 @@ def test_a_sweep_continues_after_a_failed_run_and_exits_with_1(monkeypatch, caps
     printed = capsys.readouterr().err
     assert seeds == [0, 1, 2] and printed.startswith("run 1 failed: told\nrun 2 failed: Traceback")
     assert printed.endswith("KeyError: 'bug'\n")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["optimizer.beta2=0.9", "optimizer=stable_adamw", "model=mini_b"],
-        ["precision=switchback", "precision.products={output:high}", "seed=3"],
-    ],
-)
-def test_a_changed_config_is_what_the_defaults_compose_to(words):
-    base = to_dict(configs_of("optimizer=adamw_clip precision=fp16 scaler=dynamic")[0])
-    expected = compose._compose(("scaler=dynamic", *words), "train", Config, None)
-    untouched = "precision" if words[0].startswith("optimizer") else "optimizer"
-    changed = compose._compose(tuple(words), "train", Config, base)
-    assert changed == expected | {untouched: base[untouched]}
 
 
 def test_a_chosen_file_changes_only_keys_that_files_of_its_group_set():

@@ -13,7 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -49,28 +49,23 @@ class Server(ThreadingHTTPServer):
         pass  # a reader that goes away early
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
         name = self.path.partition("?")[0].lstrip("/")
         self.server.log.append(name)
         if name.startswith("stall"):
             self.server.stopped.wait()
-            return
-        if name.startswith("trickle"):
+        elif name.startswith("trickle"):
             self.send_response(200)
             self.end_headers()
             with contextlib.suppress(OSError):  # the client has left
                 for _ in range(40):
                     self.wfile.write(bytes(5))
                     time.sleep(0.25)
-            return
-        self.server.users.add(self.headers.get("Authorization"))
-        file = self.server.folder / name
-        self.send_response(200 if file.exists() else 404)
-        body = file.read_bytes() if file.exists() else b"<html>not found</html>"
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        else:
+            self.server.users.add(self.headers.get("Authorization"))
+            self.directory = str(self.server.folder)
+            super().do_GET()
 
     def log_message(self, *_):
         pass

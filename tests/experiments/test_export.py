@@ -14,13 +14,12 @@ from experiments import evaluate, export, quant_noise
 from experiments.evaluate import ChosenEvaluation, EvaluateConfig
 from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
-from lowprec.clip.export import find_weights, load_weights
+from lowprec.clip.export import load_weights
 from lowprec.clip.model import build_model, model_config
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import ModelConfig
-from lowprec.runs.read import read_config, read_rows
+from lowprec.runs.read import read_rows
 from lowprec.train.build import build
-from lowprec.train.preflight import preflight
 
 RUNS = {  # folder: what its run changes
     "plain": {"model.init_from": None},
@@ -149,17 +148,3 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
     assert capsys.readouterr().out.count("2 of 2") == 2
     with pytest.raises(ConfigError, match="has evaluation=none: choose"):
         evaluate.main(EvaluateConfig(str(tmp_path / "none"), device="cpu"))
-
-
-def test_the_folder_above_a_run_is_refused_with_the_run(tmp_path, make_config):
-    run = tmp_path / "mine" / "nano-1"
-    run.mkdir(parents=True)
-    (run / "config.yaml").touch()
-    config = make_config({"model.init_from": str(run.parent)})
-    for refuse, source in (
-        (read_config, run.parent),
-        (find_weights, run.parent),
-        (preflight, config),
-    ):
-        with pytest.raises((ConfigError, FileNotFoundError), match=f"; it holds {run}$"):
-            refuse(source)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowprec.clip import open_clip
 from lowprec.nn import advice, advise, apply_recipe, prepare_for_training
 from lowprec.nn.advice import Advice, verdict
 from lowprec.nn.recipe import PRODUCTS, RECIPES
@@ -248,21 +247,6 @@ def test_frozen_and_distributed_models_are_refused(make, message, monkeypatch):
     monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Net)
     with pytest.raises(ValueError, match=message):
         advise(make(), batch().requires_grad_(), mean_square)
-
-
-@pytest.mark.slow
-def test_prepared_and_checkpointed_models_give_the_rows_of_plain_ones():
-    torch.manual_seed(0)
-    model, criterion = clip(), open_clip.loss.ClipLoss()
-    options = {"loss": lambda output: criterion(*output[:3]), "recipes": ["llm_int8"]}
-    plain = advise(model, pair(), **options)
-    prepare_for_training(model, "high", checkpointing=True)
-    prepared = advise(model, pair(), **options)
-    assert len(prepared.rows) == len(plain.rows) == 16
-    for before, after in zip(plain.rows, prepared.rows, strict=True):
-        for key, value in before.items():  # attention rounds differently
-            is_number = isinstance(value, float)
-            assert after[key] == (pytest.approx(value, rel=0.2) if is_number else value), key
 
 
 @pytest.mark.parametrize("name", ["timm siglip", "timm beit", "transformers Llama"])

@@ -10,8 +10,6 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
-from lowprec.nn.attention import Attention
-from lowprec.nn.blocks import find_blocks
 from tests.nn.models import MODELS, clip, clip_loss, images, mlp_of, pair, timm
 
 CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
@@ -187,23 +185,6 @@ def test_failing_forward_on_the_inputs_leaves_mlps_fused():
     assert [type(module) for module in model.modules()] == before
 
 
-def names_of_blocks(model):
-    names = {module: name for name, module in model.named_modules()}
-    return [names[block] for block in find_blocks(model)]
-
-
-def test_blocks_are_the_elements_that_contain_layers():
-    model = CLIP.build().train()
-    expected = [f"{tower}transformer.resblocks.{i}" for tower in ("visual.", "") for i in range(2)]
-    assert names_of_blocks(model) == expected
-    assert names_of_blocks(nn.Sequential(model, nn.Linear(4, 4))) == [f"0.{n}" for n in expected]
-    with torch.device("meta"):
-        stages = timm.create_model("swin_tiny_patch4_window7_224")
-    expected = [f"layers.{i}.blocks.{j}" for i, n in enumerate((2, 2, 6, 2)) for j in range(n)]
-    assert names_of_blocks(stages) == expected
-    assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
-
-
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_siglip_224")
@@ -218,13 +199,3 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
-
-
-def test_attention_masks_causally_only_in_the_text_tower():
-    model = CLIP.build().train()
-    expected = CLIP.gradients(model)
-    prepare_for_training(model, "high", compile=False)
-    towers = (model.visual, model.transformer)
-    modules = [[m for m in tower.modules() if isinstance(m, Attention)] for tower in towers]
-    assert [[m.causal for m in tower] for tower in modules] == [[False] * 2, [True] * 2]
-    assert_near(CLIP.gradients(model), expected)

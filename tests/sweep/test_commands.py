@@ -155,28 +155,6 @@ def test_status_without_a_name_lists_the_sweeps(here, tiny, no_launcher, capsys)
     assert run("cancel") == 2  # which one?
 
 
-def test_an_interrupted_verb_says_which_runs_continue(here, tiny, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    submit = ("submit", *tiny, "seed=0,1", "name=t", f"run_dir={here}/r")
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "plan_runs", interrupted)
-        nothing = "\nInterrupted. This command submitted nothing."
-        assert run(*submit) == nothing
-        (here / "r/sweeps/bad").mkdir(parents=True)
-        (here / "r/sweeps/bad/sweep.json").write_text("{")
-        assert run("submit", "name=bad", f"run_dir={here}/r") == nothing
-    monkeypatch.setattr(sweep.local, "start", interrupted)
-    none = "\nInterrupted. 0 of 2 runs of t are queued or running"
-    assert run(*submit) == none
-    with open(here / "r/sweeps/t/.local.lock", "w") as launcher:
-        fcntl.flock(launcher, fcntl.LOCK_EX)
-        command = f"python -m experiments.sweep cancel name=t run_dir={here}/r"
-        assert run(*submit) == f"{none.replace('0', '2')}; to cancel them: {command}"
-    assert run(*command.split()[3:]) == 0
-
-
 @pytest.mark.slow
 def test_hydras_own_launcher_trains_the_runs_of_the_preset(here, tiny):
     command = [sys.executable, "-m", "experiments.train", "-m", *tiny, "name=t", "seed=0,1"]

@@ -108,19 +108,6 @@ def test_damaged_files_are_named_and_other_runs_keep_their_states(plan, sweeps, 
         assert str(bad / "status.json") in printed
 
 
-def test_pipes_and_folders_in_the_place_of_files_are_named(plan, sweeps, capsys):
-    for index, make in enumerate((os.mkfifo, os.mkdir)):
-        directory = plan.directory_of(index)
-        directory.mkdir(parents=True)
-        for name in ("status.json", "metrics.jsonl", ".lock"):
-            make(directory / name)
-    make(plan.mark(1, "ended"))
-    assert sweeps.names() == ["lost", "failed"]
-    sweep.status([])
-    printed = capsys.readouterr().out
-    assert printed.count("is not a regular file") == 5
-
-
 def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
     monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "seed=3", "name=t"])

@@ -99,16 +99,12 @@ def in_job(monkeypatch):
     """Puts this process into a job of SLURM, which `requeued` has started again."""
 
     def put(job, task=None, requeued=False):
+        array = {"ARRAY_JOB_ID": task and job, "ARRAY_TASK_ID": task}
+        for name, value in (array | {"RESTART_COUNT": "1" if requeued else None}).items():
+            monkeypatch.setenv(f"SLURM_{name}", value or "")
+            if not value:
+                monkeypatch.delenv(f"SLURM_{name}")
         monkeypatch.setenv("SLURM_JOB_ID", "99" if task else job)
-        for name, value in (("ARRAY_JOB_ID", task and job), ("ARRAY_TASK_ID", task)):
-            if value:
-                monkeypatch.setenv(f"SLURM_{name}", value)
-            else:
-                monkeypatch.delenv(f"SLURM_{name}", raising=False)
-        if requeued:
-            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        else:
-            monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
 
     return put
 

@@ -1,6 +1,7 @@
 """Each key of a config reaches the object that it configures."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES
 from lowprec.data import loader
 from lowprec.data.open import open_data
-from lowprec.train.build import build, is_slow
+from lowprec.train.build import build, is_slow, parallelize
 from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
 
@@ -97,6 +98,12 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
         *({"optimizer.name": name} for name in LIBRARIES),
     ):
         assert not can_capture(make_config({"compile": True, **host}), cuda)
+
+
+def test_batch_norm_in_several_processes_is_refused(make_config):
+    config = make_config({"distributed.name": "ddp"})
+    with pytest.raises(ConfigError, match="model nano has batch norm, whose statistics"):
+        parallelize(torch.nn.BatchNorm1d(3), config, SimpleNamespace(size=2, rank=0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
