@@ -1,11 +1,9 @@
 """The benchmark of a layer on tiny sizes; wrong numbers get no time."""
 
 import pytest
-import torch
 
 from experiments.benchmarks import layer as bench_layer
 from experiments.benchmarks.configs import MODES, OURS, LayerConfig
-from experiments.benchmarks.peers import LINEAR_PEERS, LinearPeer
 from lowprec.nn.linear import LowPrecisionLinear
 
 
@@ -44,15 +42,6 @@ def test_wrong_layer_has_no_number(measure, lines_of, monkeypatch):
     assert broken["ms"] is None and broken["correct"] is False
     assert broken["reason"].startswith("Wrong: output differs by 0.2")
     assert any(line["ms"] for line in lines_of.lines if line["case"] == "switchback_q")
-
-
-def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkeypatch):
-    plain = LinearPeer(torch.nn.Sequential, like="switchback_q", compiled=False)
-    monkeypatch.setitem(LINEAR_PEERS, "torchao_fp8_rowwise", plain)
-    lines = measure(cases=["torchao_fp8_rowwise", "switchback"])
-    [skipped] = [line for line in lines if line["case"] == "torchao_fp8_rowwise"]
-    assert skipped["correct"] is False and skipped["ms"] is None
-    assert any(line["ms"] for line in lines if line["case"] == "switchback")
 
 
 @pytest.mark.gpu

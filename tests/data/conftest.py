@@ -62,3 +62,9 @@ def write_shards(folder: Path, counts: list[int], change: dict | None = None) ->
 def tokenize(captions: list[str]) -> torch.Tensor:
     """Stands in for a tokenizer: the numbers in the captions of `sample`."""
     return torch.tensor([[int(caption.split()[-1])] for caption in captions])
+
+
+def same(a, b) -> bool:
+    """Whether two batches hold the same, to the bit."""
+    tensors = ("images", "tokens", "labels", "samples")
+    return a.skips == b.skips and all(torch.equal(getattr(a, x), getattr(b, x)) for x in tensors)

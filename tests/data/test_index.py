@@ -150,15 +150,6 @@ def test_damaged_missing_or_old_index_is_refused_and_made_again(tmp_path, file, 
     assert path.read_bytes() == whole
 
 
-def test_full_disk_while_indexing_names_path_and_free_bytes(tmp_path, monkeypatch):
-    def fail(descriptor, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("lowprec.runs.durable._write_whole", fail)
-    with pytest.raises(ValueError, match=r"train-000.* cannot be written: No space.*are free"):
-        open_shards(write_shards(tmp_path, [1]))
-
-
 def test_one_index_folder_serves_two_sets_with_the_same_names(tmp_path, indexed):
     patterns = [write_shards(tmp_path / place, [n]) for place, n in (("a", 1), ("b", 2))]
     folder = str(tmp_path / "index")

@@ -29,7 +29,7 @@ from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.workers import ahead
 from lowprec.train.signals import StopWaiting, stop_request
-from tests.data.conftest import encode, sample, tokenize, write_shards
+from tests.data.conftest import encode, same, sample, tokenize, write_shards
 
 torch.set_num_threads(1)
 SIZE = 12
@@ -65,13 +65,6 @@ def make_batches(tmp_path):
 
 def numbers(batch):
     return batch.tokens[:, 0].tolist()
-
-
-def same(a, b):
-    tensors = all(
-        torch.equal(getattr(a, name), getattr(b, name)) for name in ("images", "tokens", "labels")
-    )
-    return tensors and a.skips == b.skips
 
 
 def test_batch_holds_the_samples_of_its_step_in_order(make_batches):

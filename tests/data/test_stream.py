@@ -23,14 +23,13 @@ import torch
 import lowprec.data.stream
 from lowprec.config.check import ConfigError
 from lowprec.data import loader
-from lowprec.data.index import index_tar
 from lowprec.data.open import open_data
 from lowprec.data.shards import ShardError
 from lowprec.data.sources import ShardUrls, check_readers
 from lowprec.data.stream import Stream, _Source, read_url
 from lowprec.runs.attempts import STOPPING
 from lowprec.runs.read import read_rows
-from tests.data.conftest import encode, members, sample, tokenize, write_tar
+from tests.data.conftest import encode, members, same, tokenize, write_tar
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
@@ -125,12 +124,6 @@ def read(urls, first=1, **changes):
 
 def numbers(batches):
     return [number for batch in batches for number in batch.tokens[:, 0].tolist()]
-
-
-def same(a, b):
-    tensors = ("images", "tokens", "labels", "samples")
-    equal = all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
-    return equal and a.skips == b.skips
 
 
 def test_a_batch_holds_whole_samples(put):
@@ -312,16 +305,6 @@ def test_damaged_shard_is_named_and_other_shards_are_read(put_file):
     rows = {(s["shard"], s["key"], s["reason"][:30]) for batch in batches for s in batch.skips}
     assert {row[:2] for row in rows} == {(bad, ""), (bad, "000002")} and len(rows) == 2
     assert {row[2].split(":")[0] for row in rows} == {"DamagedError", "ValueError"}
-
-
-def test_members_that_are_only_an_extension_are_a_sample_as_in_the_index(tmp_path):
-    members = [(f"{name}.{kind}", sample(n)[kind])
-               for n, name in enumerate(["", "a/", "b"]) for kind in ("png", "txt")]  # fmt: skip
-    path = str(write_tar(tmp_path / "a.tar", members))
-    assert len(index_tar(path)[0]) == 3
-    assert sorted(numbers(read([path], num_steps=3, batch_size=1))) == [0, 1, 2]
-    lone = str(write_tar(tmp_path / "lone.tar", members[:2]))
-    assert numbers(read([lone], num_steps=2, batch_size=1)) == [0, 0]
 
 
 def memory_of(action):

@@ -219,12 +219,6 @@ def test_reentrant_checkpoints_give_the_rows_of_plain_calls_and_leave_no_gradien
     assert len(steps) == 1
 
 
-def test_calls_without_rows_are_left_out():
-    experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    experts.forward = lambda x: experts[0](x).sum() + experts[1](x[:0]).sum()
-    assert [r["layer"] for r in advise(experts, batch(), recipes="switchback").rows] == ["0"]
-
-
 def frozen():
     return Net().requires_grad_(False)
 

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
-from tests.nn.models import MODELS, clip, clip_loss, images, mlp_of, pair, timm
+from tests.nn.models import MODELS, clip, clip_loss, images, pair
 
 CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
 
@@ -163,19 +163,6 @@ def test_recomputation_appends_nothing_to_a_cache(monkeypatch, graphs, by_name, 
     assert len(cache.kept) == 3
 
 
-def test_mlps_as_checkpointed_blocks_take_another_recipe():
-    model = nn.Sequential(mlp_of(), mlp_of())
-    x = torch.randn(2, 64, requires_grad=True)
-    options = {"compile": False, "skip_slow": False}
-    layers = prepare_for_training(model, "switchback", "*", checkpointing=True, **options)
-    assert layers.fused == layers.checkpointed == ["0", "1"]
-    quantized = model(x)
-    for recipe in ("high", "switchback"):
-        assert prepare_for_training(model, recipe, "*", **options).checkpointed == ["0", "1"]
-        assert torch.equal(model(x), quantized) == (recipe == "switchback")
-        model(x).sum().backward()
-
-
 def test_failing_forward_on_the_inputs_leaves_mlps_fused():
     model = CLIP.build().train()
     prepare_for_training(model, "switchback", compile=False, skip_slow=False)
@@ -183,19 +170,3 @@ def test_failing_forward_on_the_inputs_leaves_mlps_fused():
     with pytest.raises((RuntimeError, TypeError)):
         prepare_for_training(model, "high", inputs=(torch.zeros(1),), compile=False)
     assert [type(module) for module in model.modules()] == before
-
-
-def test_report_names_layers_outside_of_blocks_and_foreign_attention():
-    with torch.device("meta"):
-        model = timm.create_model("vit_base_patch16_siglip_224")
-    text = str(prepare_for_training(model, "switchback", ["c_fc", "in_proj"], compile=False))
-    assert text.splitlines() == [
-        "switchback: 27 of 53 linear layers",
-        "  blocks: 12 blocks",
-        "    switchback, unchecked without `inputs`: attn.qkv, mlp.fc1",
-        "    16 bit, not in `where`: attn.proj, mlp.fc2",
-        "  outside blocks",
-        "    switchback, unchecked without `inputs`: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
-        "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
-        "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
-    ]
