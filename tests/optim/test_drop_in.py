@@ -54,6 +54,22 @@ def test_groups_of_named_parameters_and_an_added_group_with_its_own_steps():
         other.names  # noqa: B018
 
 
+def test_a_parameter_without_elements_leaves_the_others_and_their_statistics():
+    (first, last), twins = make_params()[:2], make_params()[:2]
+    empty = torch.nn.Parameter(torch.ones(0, 4))
+    optimizer = StableAdamW([("first", first), ("empty", empty), ("last", last)], clip_norm=1.0)
+    alone = StableAdamW(twins, clip_norm=1.0)
+    for step in (1, 2):
+        take(alone, [step])
+        first.grad, empty.grad, last.grad = twins[0].grad, torch.zeros(0, 4), twins[1].grad
+        optimizer.step()
+    assert torch.equal(first, twins[0]) and torch.equal(last, twins[1])
+    assert torch.equal(optimizer.statistics[::2], alone.statistics)
+    assert optimizer.statistics[1, 0].isnan() and not optimizer.statistics[1, 1:].any()
+    assert optimizer.grad_norm == alone.grad_norm and optimizer.all_finite
+    assert optimizer.steps == [2, 0, 2]
+
+
 def test_a_closure_runs_with_gradients_and_its_loss_is_returned():
     optimizer = StableAdamW(make_params()[:1], lr=1e-2)
 
