@@ -1,5 +1,6 @@
 """prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
 
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
-from tests.nn.models import MODELS, clip, clip_loss, images, pair
+from lowprec.nn.blocks import find_blocks
+from tests.nn.models import MODELS, clip, clip_loss, images, pair, timm
 
 CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
 
@@ -170,3 +172,22 @@ def test_failing_forward_on_the_inputs_leaves_mlps_fused():
     with pytest.raises((RuntimeError, TypeError)):
         prepare_for_training(model, "high", inputs=(torch.zeros(1),), compile=False)
     assert [type(module) for module in model.modules()] == before
+
+
+def names_of_blocks(model):
+    names = {module: name for name, module in model.named_modules()}
+    return [names[block] for block in find_blocks(model)]
+
+
+def test_blocks_are_the_elements_that_contain_layers():
+    model = CLIP.build().train()
+    expected = [f"{tower}transformer.resblocks.{i}" for tower in ("visual.", "") for i in range(2)]
+    assert names_of_blocks(model) == expected
+    assert names_of_blocks(nn.Sequential(model, nn.Linear(4, 4))) == [f"0.{n}" for n in expected]
+    with torch.device("meta"):
+        stages = timm.create_model("swin_tiny_patch4_window7_224")
+    expected = [f"layers.{i}.blocks.{j}" for i, n in enumerate((2, 2, 6, 2)) for j in range(n)]
+    assert names_of_blocks(stages) == expected
+    pair = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.LayerNorm(4)])
+    assert names_of_blocks(nn.ModuleList([pair, copy.deepcopy(pair)])) == ["0.0", "1.0"]
+    assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
