@@ -1,13 +1,12 @@
 import copy
-import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 from lowprec import ops
-from lowprec.clip.model import blocks, build_model, set_precision
-from lowprec.config.schema import ModelConfig, PrecisionConfig
+from lowprec.clip import open_clip
+from lowprec.clip.model import blocks
 from lowprec.formats import INT8
 from lowprec.nn import inference
 from lowprec.nn.inference import (
@@ -20,31 +19,19 @@ from lowprec.nn.inference import (
 )
 from lowprec.nn.replace import apply_recipe
 from lowprec.ops import reference
+from tests.nn.models import TEXT, VISION, clip, pair
 
-SMALL = ModelConfig(
-    vision_width=64, vision_layers=1, text_width=64, text_layers=1, vocab_size=64, embed_dim=32,
-    context_length=8,
-)  # fmt: skip
+PAIR = pair()
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return build_model(SMALL).eval()
+    return clip().eval()
 
 
-@pytest.fixture
-def pair():
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, 60, (3, 8), generator=generator)
-    tokens[:, -1] = 63
-    return torch.randn(3, 3, 32, 32, generator=generator), tokens
-
-
-def features(model, pair):
+def features(model):
     with torch.no_grad():
-        outputs = model(*pair)
-    return torch.cat((outputs["image_features"], outputs["text_features"])).float()
+        return torch.cat(model(*PAIR)[:2]).float()
 
 
 def converted(linear):
@@ -61,20 +48,20 @@ def test_int8_linear_multiplies_quantized_operands(shape, bias):
     torch.testing.assert_close(converted(linear)(x), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_features_stay_close_with_grad_and_compiled(model, pair):
-    exact = features(model, pair)
-    set_precision(model, PrecisionConfig(recipe="switchback"))
-    in_int8 = features(to_int8(model), pair)
-    assert torch.equal(model(*pair)["text_features"], in_int8[3:])  # with grad
+def test_features_stay_close_with_grad_and_compiled(model):
+    exact = features(model)
+    apply_recipe(model, "switchback")
+    in_int8 = features(to_int8(model))
+    assert torch.equal(model(*PAIR)[1], in_int8[4:])  # with grad
     assert nn.functional.cosine_similarity(in_int8, exact).min() > 0.998
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
-    assert torch.equal(features(compiled, pair), in_int8)
+    assert torch.equal(features(compiled), in_int8)
     kinds = {(type(block.attn), block.attn.causal) for block in blocks(model)}
     assert kinds == {(Int8Attention, False), (Int8Attention, True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, pair, dtype):
+def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, dtype):
     block = blocks(to_int8(model))[1]
     assert block.get_weight_dtype() == torch.float32
     with torch.no_grad(), torch.autocast("cpu", dtype):
@@ -84,14 +71,14 @@ def test_a_converted_model_runs_under_autocast_and_can_be_cast(model, pair, dtyp
     assert block.mlp.c_fc.weight_scale.dtype == torch.float32
     assert block.attn.in_proj_weight_scale.dtype == torch.float32
     with torch.no_grad():
-        outputs = model(pair[0].to(dtype), pair[1])
-    assert {outputs["image_features"].dtype, outputs["text_features"].dtype} == {dtype}
+        outputs = model(PAIR[0].to(dtype), PAIR[1])
+    assert {output.dtype for output in outputs[:2]} == {dtype}
 
 
-def test_a_converted_model_on_meta_gets_memory_and_weights(model, pair):
+def test_a_converted_model_on_meta_gets_memory_and_weights(model):
     model = to_int8(model)
     with torch.device("meta"):
-        empty = to_int8(build_model(SMALL).eval())
+        empty = to_int8(clip().eval())
     assert {x.device.type for x in empty.state_dict().values()} == {"meta"}
     filled = empty.to_empty(device="cpu")
     filled.load_state_dict(model.state_dict())
@@ -101,7 +88,7 @@ def test_a_converted_model_on_meta_gets_memory_and_weights(model, pair):
     assert filled.state_dict()["visual.transformer.resblocks.0.mlp.c_fc.weight_scale"].dtype == (
         torch.float32
     )
-    assert torch.equal(features(filled, pair), features(model, pair))
+    assert torch.equal(features(filled), features(model))
 
 
 def test_int8_backward_is_refused_and_nothing_is_saved():
@@ -177,16 +164,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(model, tmp_path, monke
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
-def test_save_and_load_round_trip(model, pair, tmp_path):
-    path, fresh = tmp_path / "a.safetensors", build_model(SMALL).eval()
+def test_save_and_load_round_trip(model, tmp_path):
+    path, fresh = tmp_path / "a.safetensors", clip().eval()
     save_int8(to_int8(model, ["in_proj", "visual.*.c_fc"]), path)
     load_int8(fresh, path)
-    assert torch.equal(features(fresh, pair), features(model, pair))
+    assert torch.equal(features(fresh), features(model))
     assert fresh.state_dict().keys() == model.state_dict().keys()
     again = load_int8(copy.deepcopy(fresh), path)
-    assert torch.equal(features(again, pair), features(model, pair))
+    assert torch.equal(features(again), features(model))
     save_int8(to_int8(model, ["c_proj"]), path)  # more layers than `again` has in int8
-    assert torch.equal(features(load_int8(again, path), pair), features(model, pair))
+    assert torch.equal(features(load_int8(again, path)), features(model))
 
 
 def test_load_names_what_is_wrong(model, tmp_path):
@@ -194,11 +181,11 @@ def test_load_names_what_is_wrong(model, tmp_path):
     save_int8(to_int8(model), path)
     with pytest.raises(ValueError, match="written as .safetensors"):
         save_int8(model, tmp_path / "a.pt")
-    other = build_model(dataclasses.replace(SMALL, embed_dim=16))
+    other = open_clip.model.CLIP(16, VISION, TEXT)
     with pytest.raises(ValueError, match=r"text_projection is \(64, 32\), not \(64, 16\)"):
         load_int8(other, path)
-    deeper = build_model(dataclasses.replace(SMALL, vision_layers=2))
-    with pytest.raises(ValueError, match="resblocks.1.* is absent, not"):
+    deeper = clip({"layers": 3})
+    with pytest.raises(ValueError, match="resblocks.2.* is absent, not"):
         load_int8(deeper, path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
