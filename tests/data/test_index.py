@@ -236,3 +236,12 @@ def test_a_shard_of_a_folder_of_images_as_the_page_makes_it(tmp_path):
     for n in range(5):
         assert bytes_of(shards, n, "image") == sample(n)["png"]
         assert bytes_of(shards, n, "text") == sample(n)["txt"]
+
+
+def test_full_disk_while_indexing_names_path_and_free_bytes(tmp_path, monkeypatch):
+    def fail(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("lowprec.runs.durable._write_whole", fail)
+    with pytest.raises(ValueError, match=r"train-000.* cannot be written: No space.*are free"):
+        open_shards(write_shards(tmp_path, [1]))

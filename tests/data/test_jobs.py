@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from lowprec import waiting
 from lowprec.data.jobs import run_jobs
 
 
@@ -69,3 +70,13 @@ def test_jobs_end_with_their_command(number):
     while any(os.path.exists(f"/proc/{child}") for child in children):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_log_file_gets_a_line_every_few_seconds(monkeypatch, capsys, processes):
+    monkeypatch.setattr(waiting, "SILENT_S", 0.1)
+    run_jobs(numbered, [0.0, 0.5, 0.0], processes, "counting")
+    assert "counting: 1 of 3 shards (0 s)\n" in capsys.readouterr().err
+    monkeypatch.setattr(waiting, "SILENT_S", 5)
+    run_jobs(numbered, range(3), processes, "counting")
+    assert capsys.readouterr().err == ""

@@ -341,3 +341,11 @@ def test_a_spike_that_moves_or_a_replay_that_begins_late_is_judged_by_its_steps(
     for first in (1, 31):
         rows = compared(*curves, step=30 + first, first=first)
         assert rows["height"].tolist() == pytest.approx([4.0, 4.0, 0.1])
+
+
+@pytest.mark.parametrize("key", ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2"])
+def test_a_launcher_is_refused(monkeypatch, capsys, key):
+    monkeypatch.setattr(sys, "argv", ["replay", "-m", "run=x", "step=10", key])
+    with pytest.raises(SystemExit, match="2"):
+        command()
+    assert f"{key}: a replay runs in this process" in capsys.readouterr().err

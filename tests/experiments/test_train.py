@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,31 @@ def as_command(work, monkeypatch):
     return run
 
 
-def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
+@pytest.fixture
+def said(monkeypatch):
+    """All that commands say they are doing; whether it is printed depends on how long it takes."""
+    texts = []
+
+    class Recorded(waiting.Waiting):
+        def __setattr__(self, name, value):
+            if name == "doing":
+                texts.append(value)
+            super().__setattr__(name, value)
+
+    for module in (waiting, export):
+        monkeypatch.setattr(module, "Waiting", Recorded)
+    return texts
+
+
+def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
     monkeypatch.setattr(waiting, "SILENT_S", 0)
     monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
     as_command(*TINY, "name=whole", "num_steps=10", "evaluation=both")
     output = "".join(capfd.readouterr())
     assert "finished at step 10" in output and "% (chance 0.42%)" in output  # of 240 classes
     assert re.search(r"nano-fp32-adamw-s0: \w+ \(\d+ s\)", output)
+    for doing in ("loading", "building", "evaluating"):
+        assert f"nano-fp32-adamw-s0: {doing}" in said
     [folder] = find_runs(work / "runs" / "whole")
     assert read_status(folder)["state"] == "finished" and (folder / "tensors.parquet").exists()
     facts = json.loads((folder / "environment.json").read_text())
@@ -83,6 +102,7 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch):
     assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
+    assert said[-1] == f"exporting {folder}"
     keys = [*TINY, "name=warm", "num_steps=1", "evaluation=none", "model.init_from=w.safetensors"]
     train_here(*keys)
     [row] = read_rows(*(work / "runs" / "warm").glob("*/metrics.jsonl"))
@@ -157,3 +177,33 @@ def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, 
 def test_each_recipe_has_a_file():
     files = [OmegaConf.load(path) for path in (CONF / "precision").glob("*.yaml")]
     assert {file.get("recipe", "high") for file in files} == {*RECIPES, "int8_inference"}
+
+
+def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
+    monkeypatch.setattr(waiting, "SILENT_S", 0.02)
+    monkeypatch.setattr(entry, "sweep", entry.Sweep())  # another test's
+    progress = train.ProgressBar(Config())
+
+    def wait_for(text):
+        deadline = time.monotonic() + 30
+        while f"nano-bf16-adamw-s0: {text} (" not in capfd.readouterr().err:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    progress.at(7)
+    wait_for("step 7 of 1000")
+    progress.start = (time.monotonic() - 8.0, 7)
+    progress.at(9)
+    wait_for("step 9 of 1000, about 66 min left")
+    row = {"loss": 2.3456, "memory_gib": None}
+    progress.flushed({"step": 16, "step_ms": 1000, **row})
+    progress.flushed({"step": 26, "step_ms": 500, **row})
+    assert "loss 2.346  171 images/s" in progress.bar.tasks[0].fields["note"]  # 20 x 128 in 15 s
+    progress.start = (time.monotonic() - 990.0, 7)
+    progress.at(996)
+    wait_for("step 996 of 1000, loss 2.346 at step 26, about 5 s left")
+    progress.close()
+    time.sleep(0.1)
+    capfd.readouterr()  # a line that was under way
+    time.sleep(0.1)
+    assert not capfd.readouterr().err

@@ -298,3 +298,9 @@ def test_on_a_gpu_every_layer_has_times(dtype):
         assert each["verdict"] in ("gain", "loses time", "noisy")
     chosen = [r["layer"] for r in result.rows if result.gains(model, r["layer"])]
     assert set(chosen) <= {"0", "2"} and "16 bit" in repr(result)
+
+
+def test_calls_without_rows_are_left_out():
+    experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    experts.forward = lambda x: experts[0](x).sum() + experts[1](x[:0]).sum()
+    assert [r["layer"] for r in advise(experts, batch(), recipes="switchback").rows] == ["0"]

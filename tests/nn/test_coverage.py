@@ -11,6 +11,7 @@ from lowprec.clip import open_clip
 from lowprec.nn import apply_recipe
 from lowprec.nn.inference import to_int8
 from lowprec.nn.replace import NoLayerError
+from tests.nn.models import with_subclass_weight
 
 
 def flags(module):
@@ -118,3 +119,17 @@ def test_a_token_meets_some_of_the_experts_that_are_linear_layers():
     assert apply_recipe(model, "switchback", "fc1").share == pytest.approx(2 / 3)
     model.config = None
     assert apply_recipe(model, "switchback", "fc1").share == pytest.approx(8 / 9)
+
+
+def test_modules_may_have_settings_of_their_own():
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8)))
+    model.settings = {"depth": 1}
+    assert apply_recipe(model, "switchback").num_quantized == 1
+    model(torch.randn(2, 8))
+
+
+def test_a_layer_whose_weight_became_a_tensor_subclass_is_not_reported_as_quantized():
+    model = nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8), c_proj=nn.Linear(8, 8)))
+    apply_recipe(model, "switchback")
+    with_subclass_weight(model.c_fc)  # as torchao's quantize_ does
+    assert apply_recipe(model, "switchback", ["c_proj"]).num_quantized == 1

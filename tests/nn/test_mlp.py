@@ -96,3 +96,12 @@ def test_patch_of_a_child_of_a_fused_mlp_counts():
     before, plain = mlp(x), mlp[2].forward
     mlp[2].forward = lambda x: 10 * plain(x)
     torch.testing.assert_close(mlp(x), 10 * before)
+
+
+def test_slice_of_a_fused_mlp_calls_its_layers_and_takes_another_recipe():
+    mlp, x = mlp_of(), torch.randn(2, 64, requires_grad=True)
+    apply_recipe(mlp, "switchback", ["*"])
+    part = mlp[:2]
+    assert torch.equal(part(x), mlp[1](mlp[0](x)))
+    apply_recipe(part, "high", ["*"])
+    assert type(part) is nn.Sequential and part(x).shape == (2, 256)

@@ -191,3 +191,19 @@ def test_blocks_are_the_elements_that_contain_layers():
     pair = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.LayerNorm(4)])
     assert names_of_blocks(nn.ModuleList([pair, copy.deepcopy(pair)])) == ["0.0", "1.0"]
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
+
+
+def test_report_names_layers_outside_of_blocks_and_foreign_attention():
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_siglip_224")
+    text = str(prepare_for_training(model, "switchback", ["c_fc", "in_proj"], compile=False))
+    assert text.splitlines() == [
+        "switchback: 27 of 53 linear layers",
+        "  blocks: 12 blocks",
+        "    switchback, unchecked without `inputs`: attn.qkv, mlp.fc1",
+        "    16 bit, not in `where`: attn.proj, mlp.fc2",
+        "  outside blocks",
+        "    switchback, unchecked without `inputs`: attn_pool.q, attn_pool.kv, attn_pool.mlp.fc1",
+        "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
+        "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
+    ]

@@ -61,6 +61,24 @@ def test_slow_work_may_exceed_the_timeout_but_a_step_may_not(ended, tmp_path):
     assert "test_watchdog.py" in (tmp_path / "stacks/0001/rank_0.txt").read_text()
 
 
+def test_the_silent_rank_and_then_the_one_behind_are_named(ended, tmp_path):
+    (tmp_path / "run").mkdir()
+    reasons, folder = [], tmp_path / "run" / "stacks"
+    worlds = [SimpleNamespace(rank=rank, size=3) for rank in (0, 1)]
+    first = Watchdog(worlds[0], 100, folder, reasons.append)
+    second = Watchdog(worlds[1], 100, folder)
+    first.heartbeat(4, "saving")
+    first.heartbeat(4, "training")
+    second.heartbeat(4, "training")
+    second.close("DistBackendError: NCCL error,\nLast error:\n  as told (report 0)\n")
+    assert ended.event.wait(5)
+    silent, behind, other = reasons[0].split("; ")
+    assert silent == "rank 2 had not reported within 0.6 s"
+    assert behind.startswith("rank 1 (process")
+    assert "failed: DistBackendError: NCCL error, Last error: as told" in behind
+    assert "at step 4, training: another rank has ended" in other
+
+
 @pytest.mark.parametrize("text", ["of another version\n", "", "\udcff"])
 def test_a_file_that_is_not_understood_or_listed_hides_no_rank(ended, tmp_path, monkeypatch, text):
     (tmp_path / "rank_1.txt").write_text(f"rank 1 {text}", errors="surrogateescape")
