@@ -26,13 +26,15 @@ PALEST = 1.7  # for `style.color`: many settings stay visible on white
 def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
     """Color and dash of each run: its method's in every figure, paler by setting.
 
-    If all runs share one precision, the settings have distinct colors, or else the optimizers.
+    If all runs share one precision, the settings have distinct colors, or else the optimizers. If
+    all share one optimizer, their lines are solid.
     """
     last = summaries["variant"].max()
     pale = min(1.0, PALEST / max(1, last))
     methods = summaries.reindex(columns=["precision.label", "optimizer.name"])
     one_precision = methods["precision.label"].nunique() == 1
-    by_optimizer = one_precision and methods["optimizer.name"].nunique() > 1
+    several = methods["optimizer.name"].nunique() > 1
+    by_optimizer = one_precision and several
     settings = summaries["method"].str.extract(r"\((.*)\)$", expand=False).fillna("")
     order = sorted(set(settings))
     result = []
@@ -45,7 +47,7 @@ def looks(summaries: pd.DataFrame) -> list[tuple[str, str]]:
         else:
             precision = "bf16" if by_optimizer else row["precision.label"]
             shade = style.color(precision, row["optimizer.name"], row["variant"] * pale)
-        pattern = style.line_style(row["optimizer.name"])
+        pattern = style.line_style(row["optimizer.name"]) if several else "-"
         lengths = [] if pattern == "-" else pattern[1]
         result.append((to_hex(shade), ",".join(f"{2.2 * n:g}px" for n in lengths) or "solid"))
     return result

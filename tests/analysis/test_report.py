@@ -230,7 +230,8 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     make_run(num_steps=20, lr=1e-3)
     make_run(num_steps=20, lr=2e-3)
     summaries = named(load_runs(tmp_path / "runs").summaries)
-    (first, _), (second, _) = looks(summaries)
+    (first, one), (second, same) = looks(summaries)
+    assert one == same == "solid"  # though AdamW's lines are dashed beside other optimizers'
     contrast = np.abs(np.subtract(to_rgb(first), to_rgb(second)))
     assert contrast.max() > 0.5  # not two shades of the method's color
     other = summaries.assign(**{"optimizer.name": "stable_adamw"})
