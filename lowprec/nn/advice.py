@@ -17,12 +17,13 @@ from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.noise import product_rows, recorded
 from lowprec.nn.recipe import PRODUCTS, RECIPES, Recipe, find_recipe
 from lowprec.nn.replace import replace_attention, replaceable_layers
-from lowprec.nn.timing import Step, median_ms
+from lowprec.nn.timing import Step, kernel_ms, median_ms
 from lowprec.ops.launch import on_device
 
 NATIVE = tuple(name for name, recipe in RECIPES.items() if recipe.is_native)
 MIN_SQNR_DB = 20.0  # noise of a tenth of the signal
-REPEATS = 20
+REPEATS, STEPS = 20, 5
+BUSY = 0.9  # least share of a step that the kernels take if the host is fast enough
 
 
 class Shape(NamedTuple):
@@ -48,13 +49,26 @@ class Advice:
             product, `<product>_underflowed`, the share of an operand's non-zero elements that
             become 0, and `<product>_peak`, its largest magnitude divided by its root mean square.
             `verdict`, and the number that says why as `reason`: see `verdict`.
+        step_ms: of forward and backward of the first batch, with the model as it is; None without a
+            GPU.
+        kernel_ms: of its kernels alone, NaN where they cannot be profiled.
     """
 
     rows: list[dict]
+    step_ms: float | None = None
+    kernel_ms: float | None = None
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the GPU idles in a tenth of the step, so that faster layers save no time."""
+        return self.step_ms is not None and self.kernel_ms < BUSY * self.step_ms
 
     @property
     def saved_ms(self) -> dict[str, float]:
-        """What the layers that gain are expected to save in a step, by recipe; {} without a GPU."""
+        """What the layers that gain save in a step that does not wait for the host, by recipe.
+
+        {} without a GPU.
+        """
         saved = dict.fromkeys((r["recipe"] for r in self.rows if r["ms"] is not None), 0.0)
         for row in self.rows:
             if row["verdict"] == "gain":
@@ -98,6 +112,11 @@ class Advice:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
         lines = [f"expected to save in a step: {saved}"] if saved else []
+        if self.waits_for_host:
+            lines.append(
+                f"not yet: of {self.step_ms:.1f} ms, kernels take {self.kernel_ms:.1f} ms, and the "
+                "GPU waits for the host; use CUDA graphs or larger batches first"
+            )
         for name, *cells, text in table:
             cells = map(str.rjust, cells, widths[1:])
             lines.append("  ".join([name.ljust(widths[0]), *cells, text]))
@@ -119,7 +138,7 @@ def advise(
     each recipe does; the errors of a product are without those of its own sums. On a GPU, times the
     forward and backward of each shape as a CUDA graph, in 16 bits and in each recipe that the GPU
     multiplies natively. What surrounds a layer is not timed: neither the fusion of an MLP's GELU
-    nor what torch.compile fuses.
+    nor what torch.compile fuses. The whole step is timed as it is, to see if it waits for the host.
 
     Leaves the model as it was, with its buffers, gradients and hooks, and the random state. Needs
     memory for one more copy of the layers' inputs. Layers that no gradient reaches or that
@@ -160,12 +179,17 @@ def advise(
                 rows = [] if how is None else product_rows(part, how, *operands)
                 errors[name, part, how].extend(rows)
 
+    step = (None, None)
     with _unchanged(model, device), on_device(device), torch.enable_grad():
+        if device.type == "cuda":
+            step = _step_times(model, batches[0], loss, device)
         replace_attention(model)
         modules |= replaceable_layers(model)
-        with recorded(modules, keep):
+        with torch.compiler.set_stance("force_eager"), recorded(modules, keep):
             for batch in batches:
-                _backward(model, batch, loss, device)
+                output = _loss(model, batch, loss, device)
+                with _without_gradients(model, output):
+                    output.backward()  # autograd.grad cannot pass reentrant checkpoints
         distinct = dict.fromkeys(shape for calls in shapes.values() for shape in calls)
         ms = _times(distinct, chosen, device)
     if not shapes:
@@ -181,7 +205,7 @@ def advise(
             row |= _summary(part, errors[name, part, getattr(recipe, part)])
         row["verdict"], row["reason"] = verdict(row, min_sqnr_db)
         rows.append(row)
-    return Advice(rows)
+    return Advice(rows, *step)
 
 
 def _refuse_unsuitable(model: nn.Module, batches: list) -> None:
@@ -234,8 +258,8 @@ def _find_native(recipes: Sequence[str | Recipe], device: torch.device) -> list[
     return fit
 
 
-def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> None:
-    """Forward and backward of a batch; leaves no gradients behind and calls no optimizer."""
+def _loss(model: nn.Module, batch: Any, loss: Callable | None, device: torch.device) -> Tensor:
+    """The loss of a batch, 0-d."""
     is_on = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if is_on else torch.bfloat16
     is_32bit = all(p.dtype == torch.float32 for p in model.parameters())
@@ -248,18 +272,42 @@ def _backward(model: nn.Module, batch: Any, loss: Callable | None, device: torch
     if not isinstance(output, Tensor) or output.ndim or not output.requires_grad:
         what = "the model's output has no loss" if loss is None else "loss returns no 0-d tensor"
         raise ValueError(f"{what} with a gradient: pass loss=, a function of the model's output")
+    return output
+
+
+@contextlib.contextmanager
+def _without_gradients(model: nn.Module, output: Tensor) -> Iterator[set[Tensor]]:
+    """A backward pass of the output in here leaves no gradients and calls no optimizer.
+
+    Yields the tensors that have gradients in here.
+    """
     leaves = _leaves(output) | set(model.parameters())  # reentrant checkpoints hide some
+    del output  # its activations
     hooks = ((x, x._post_accumulate_grad_hooks or {}) for x in leaves)  # optimizers may step there
     before = [(x, x.grad, of_x, dict(of_x)) for x, of_x in hooks]
     try:
         for x, _, of_x, _ in before:
             x.grad = None
             of_x.clear()
-        output.backward()  # autograd.grad cannot pass reentrant checkpoints
+        yield leaves
     finally:
         for x, grad, of_x, then in before:
             x.grad = grad
             of_x.update(then)
+
+
+def _step_times(
+    model: nn.Module, batch: Any, loss: Callable | None, device: torch.device
+) -> tuple[float, float]:
+    """Milliseconds of forward and backward of a batch, and of its kernels alone."""
+    with _without_gradients(model, _loss(model, batch, loss, device)) as leaves:
+
+        def step():
+            for x in leaves:
+                x.grad = None
+            _loss(model, batch, loss, device).backward()
+
+        return median_ms(step, device, STEPS), kernel_ms(step, device)
 
 
 def _leaves(output: Tensor) -> set[Tensor]:
@@ -291,12 +339,12 @@ def _times(shapes: Iterable[Shape], recipes: list[Recipe], device: torch.device)
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restores attention, buffers and the random state at the end; compiled parts run eagerly."""
+    """Restores attention, buffers and the random state at the end."""
     before = [(m, type(m), dict(vars(m)), dict(m._modules)) for m in model.modules()]
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     copies: dict = {None: None} | {buffer: buffer.clone() for buffer in model.buffers()}
     gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(gpus):
         try:
             for now, then in buffers:
                 now.update((name, copies[buffer]) for name, buffer in then.items())

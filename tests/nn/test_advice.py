@@ -287,6 +287,30 @@ def test_recipes_that_a_gpu_does_not_multiply_are_left_out(monkeypatch):
         advice._find_native(["hw_fp8_switchback"], torch.device("cuda"))
 
 
+def test_a_step_that_waits_for_the_host_is_said(monkeypatch):
+    gain = row(recipe="switchback", layer="0", verdict="gain", share=1.0)
+    gain |= {f"{product}_{key}": 0.0 for product in PRODUCTS for key in ("underflowed", "peak")}
+    for kernels, waits in ((35.6, True), (60.0, False), (math.nan, False)):
+        found = Advice([gain], 64.3, kernels)
+        assert found.waits_for_host == waits == ("of 64.3 ms, kernels take 35.6" in repr(found))
+        assert found.saved_ms == {"switchback": 1.0}
+    assert not Advice([gain]).waits_for_host
+
+
+def test_the_step_is_timed_without_its_gradients_and_hooks(monkeypatch):
+    model, calls = Net(), []
+    model.first.weight.grad = grad = torch.ones_like(model.first.weight)
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append("hook"))
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    monkeypatch.setattr(advice, "kernel_ms", lambda step, device: step() or 1.5)
+    elapsed, kernels = advice._step_times(model, batch(), mean_square, torch.device("cpu"))
+    assert elapsed > 0 and kernels == 1.5
+    assert (
+        model.first.weight.grad is grad and (grad == 1).all() and model.shared.weight.grad is None
+    )
+    assert calls == ["forward"] * (1 + 3 + advice.STEPS + 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_every_layer_has_times(dtype):
@@ -298,6 +322,7 @@ def test_on_a_gpu_every_layer_has_times(dtype):
         assert each["verdict"] in ("gain", "loses time", "noisy")
     chosen = [r["layer"] for r in result.rows if result.gains(model, r["layer"])]
     assert set(chosen) <= {"0", "2"} and "16 bit" in repr(result)
+    assert result.step_ms > 0 and not result.kernel_ms > 1.1 * result.step_ms
 
 
 def test_calls_without_rows_are_left_out():
