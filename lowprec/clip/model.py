@@ -124,7 +124,7 @@ def set_precision(model: nn.Module, precision: PrecisionConfig) -> Layers:
     except NoLayerError:
         if recipe.function:
             raise
-        return Layers(model, recipe, replaceable_layers(model))
+        return Layers(model, recipe.name, replaceable_layers(model))
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

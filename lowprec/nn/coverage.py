@@ -13,7 +13,7 @@ from lowprec.nn.attention import Attention
 from lowprec.nn.blocks import find_blocks, is_checkpointed, is_int8, is_linear
 from lowprec.nn.linear import Settings
 from lowprec.nn.mlp import LowPrecisionMLP
-from lowprec.nn.recipe import GAINS_FROM, Recipe, matches
+from lowprec.nn.recipe import GAINS_FROM, matches
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,15 @@ class Layer:
     """A linear layer that matches the patterns.
 
     `called`: whether a forward pass on the inputs calls it; None if no inputs were given. A layer
-    that is not called is not swapped.
+    that is not called is not swapped. `recipe`: the name of its recipe, also if it is not swapped.
     """
 
     name: str
     in_features: int
     out_features: int
     swapped: bool
-    called: bool | None = None
+    called: bool | None
+    recipe: str
 
 
 class Layers(list[Layer]):
@@ -38,7 +39,7 @@ class Layers(list[Layer]):
     fused projections of attention.
 
     Attributes:
-        recipe: name of the recipe.
+        recipe: name of the recipe, or names of several, separated by commas.
         num_layers, num_quantized: linear layers of the whole model.
         treatments: by layer's name, what became of it. Where nothing has shown that the forward
             pass calls a layer, it is "unchecked".
@@ -55,14 +56,14 @@ class Layers(list[Layer]):
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
+        recipe: str,
         replaceable: dict[str, nn.Module],
         layers: Sequence[Layer] = (),
     ):
         super().__init__(layers)
         modules, blocks = dict(model.named_modules()), find_blocks(model)
         names = {module: name for name, module in modules.items()}
-        self.recipe = recipe.name
+        self.recipe = recipe
         self.blocks = [names[block] for block in blocks]
         self.compiled = [names[b] for b in blocks if b._compiled_call_impl is not None]
         self.checkpointed = [names[block] for block in blocks if is_checkpointed(block)]
@@ -126,15 +127,15 @@ class Layers(list[Layer]):
     def _treatment(self, layer: Layer, is_ours: bool) -> str:
         """What became of a layer; `is_ours`: of an Attention, which calls it."""
         if layer.swapped and layer.name.rpartition(".")[0] in self.fused:
-            return f"{self.recipe}, fused with GELU"
+            return f"{layer.recipe}, fused with GELU"
         if layer.swapped:
             is_known = layer.called or is_ours
-            return self.recipe if is_known else f"{self.recipe}, unchecked without `inputs`"
+            return layer.recipe if is_known else f"{layer.recipe}, unchecked without `inputs`"
         if layer.called is False:
             return "16 bit, because the forward pass does not call them"
-        if self.recipe == "high":
+        if layer.recipe == "high":
             return "16 bit"
-        reason = "faster at this size" if self.recipe in GAINS_FROM else "no known gain in 8 bits"
+        reason = "faster at this size" if layer.recipe in GAINS_FROM else "no known gain in 8 bits"
         return f"16 bit, {reason}; skip_slow=False converts them"
 
     def _describe(self, container: str | None) -> str:

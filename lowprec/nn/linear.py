@@ -75,7 +75,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     dtype = compute_dtype(input)
     if not settings.recipe.function:
         return F.linear(input, weight, bias)
-    if input.numel() == 0:  # an empty input has no largest magnitude
+    if input.is_meta or not (input.numel() and weight.numel()):  # without a largest magnitude
         return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if torch.is_grad_enabled():
         return _Linear.apply(input, weight, bias, settings, dtype)
@@ -92,6 +92,8 @@ def compute_dtype(input: Tensor) -> torch.dtype:
     if not input.is_floating_point():
         raise TypeError(f"the input is {input.dtype}: must be a floating-point dtype")
     device = input.device.type
+    if device == "meta":  # has no autocast
+        return input.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
 
 

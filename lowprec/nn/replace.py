@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -36,7 +36,7 @@ class NoLayerError(ValueError):
 
 def apply_recipe(
     model: nn.Module,
-    recipe: str | Recipe,
+    recipe: str | Recipe | Mapping[str, str | Recipe],
     where: Where = LINEAR_LAYERS,
     *,
     inputs: Any = None,
@@ -54,7 +54,8 @@ def apply_recipe(
 
     Args:
         model: a module that contains the layers.
-        recipe: a name in `lowprec.nn.recipe.RECIPES`, or a Recipe.
+        recipe: a name in `lowprec.nn.recipe.RECIPES`, or a Recipe; or a dict of these by patterns,
+            which replaces `where`, and of which the last that matches a layer counts.
         where: one or several fnmatch patterns for a layer's name or its end: "c_fc", "mlp.*",
             "visual.*.out_proj". open_clip's four names stand for those of other libraries, too:
             see ALIASES. Or a function of a layer's module and name, which says whether it is meant,
@@ -72,8 +73,14 @@ def apply_recipe(
             a weight that is parametrized (weight_norm, pruning) or a tensor subclass (torchao), a
             patched forward, a LoRA matrix. The model is unchanged.
     """
-    recipe = find_recipe(recipe)
-    settings = Settings(recipe, backend, outlier_threshold)
+    if isinstance(recipe, Mapping):
+        if where is not LINEAR_LAYERS:
+            raise ValueError("a dict of recipes has the patterns: leave out `where`")
+        where = list(recipe)
+    else:
+        recipe = {None: recipe}
+    recipes = {pattern: find_recipe(r) for pattern, r in recipe.items()}
+    settings = {r: Settings(r, backend, outlier_threshold) for r in recipes.values()}
     matching = _find_layers(model, where)
     replace_attention(model)
     calls = None if inputs is None else coverage.trace(model, inputs)
@@ -84,18 +91,20 @@ def apply_recipe(
         called = None if calls is None else module in calls
         weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
         shape = weight.shape[::-1]
-        is_wanted = not skip_slow or gains_speed(recipe, *shape)
-        swapped = recipe.function and called is not False and is_wanted
-        layers.append(Layer(layer, *shape, swapped, called))
-        _set_settings(module, settings if swapped else None)
+        one = next(r for p, r in reversed(recipes.items()) if p is None or matches(layer, [p]))
+        is_wanted = not skip_slow or gains_speed(one, *shape)
+        swapped = one.function and called is not False and is_wanted
+        layers.append(Layer(layer, *shape, swapped, called, one.name))
+        _set_settings(module, settings[one] if swapped else None)
     fuse(model)
     _set_fast_path(model)
-    return Layers(model, recipe, replaceable_layers(model), layers)
+    names = ", ".join(r.name for r in settings)
+    return Layers(model, names, replaceable_layers(model), layers)
 
 
 def prepare_for_training(
     model: nn.Module,
-    recipe: str | Recipe = "switchback",
+    recipe: str | Recipe | Mapping[str, str | Recipe] = "switchback",
     where: Where = LINEAR_LAYERS,
     *,
     inputs: Any = None,
@@ -128,7 +137,7 @@ def prepare_for_training(
             Fake-quantized recipes are never faster.
         settings: `backend` and `outlier_threshold` of `apply_recipe`.
     """
-    recipe, blocks = find_recipe(recipe), find_blocks(model)
+    blocks = find_blocks(model)
     layers = apply_recipe(model, recipe, where, inputs=inputs, skip_slow=skip_slow, **settings)
     checkpoint_blocks(model, blocks, checkpointing)
     for block in blocks:
@@ -136,10 +145,10 @@ def prepare_for_training(
     if compile:
         torch.compiler.reset()  # its recompilation limit counts over all models of a process
         compile_blocks(model, blocks)
-    layers = Layers(model, recipe, replaceable_layers(model), layers)
-    if recipe.function and not any(layer.swapped for layer in layers):
+    layers = Layers(model, layers.recipe, replaceable_layers(model), layers)
+    if layers.recipe != "high" and not any(layer.swapped for layer in layers):
         reasons = dict.fromkeys(layers.treatments[layer.name] for layer in layers)
-        text = f"{recipe.name} converts none of the {len(layers)} layers in `where`"
+        text = f"{layers.recipe} converts none of the {len(layers)} layers in `where`"
         warnings.warn(f"{text} ({'; '.join(reasons)})", stacklevel=2)
     return layers
 

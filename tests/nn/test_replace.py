@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 
 from lowprec.clip import open_clip
-from lowprec.nn import SwitchBackLinear, apply_recipe
+from lowprec.nn import LowPrecisionLinear, SwitchBackLinear, apply_recipe
 from lowprec.nn.attention import Attention
-from lowprec.nn.recipe import RECIPES, gains_speed
+from lowprec.nn.recipe import LINEAR_LAYERS, RECIPES, gains_speed
 from lowprec.nn.replace import NoLayerError, replace_attention
 from tests.nn.models import block, with_subclass_weight
 
@@ -264,3 +264,41 @@ def test_attention_outside_open_clips_blocks_is_unchanged(build, inputs, where):
     assert isinstance(model[0].attn, Attention)
     torch.testing.assert_close(model[0](x[0]), first)
     torch.testing.assert_close(model[1](*x), expected)
+
+
+def test_a_dict_gives_each_layer_the_recipe_of_its_last_pattern():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    before = repr(model)
+    for recipe, where, message in (
+        ({"0": "switchback", "1": "swichback"}, LINEAR_LAYERS, "recipe 'swichback'"),
+        ({"0": "switchback", "9": "high"}, LINEAR_LAYERS, "no linear layer matches 9"),
+        ({"0": "switchback"}, ["0"], "leave out `where`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply_recipe(model, recipe, where)
+    assert repr(model) == before
+    report = apply_recipe(model, {"[012]": "switchback", "1": "fp8_rowwise", "2": "high"})
+    assert report.recipe == "switchback, fp8_rowwise, high"
+    assert [(layer.recipe, layer.swapped) for layer in report] == [
+        ("switchback", True),
+        ("fp8_rowwise", True),
+        ("high", False),
+    ]
+    assert [getattr(m, "settings", m).__class__.__name__ for m in model[2:]] == ["Linear"] * 2
+    assert [m.settings.recipe.name for m in model[:2]] == ["switchback", "fp8_rowwise"]
+    text = (
+        "switchback, unchecked without `inputs`: 0\n    fp8_rowwise, unchecked without `inputs`: 1"
+    )
+    assert text in repr(report) and "16 bit: 2" in repr(report)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_outputs_and_on_meta_have_the_shapes_of_nn_linear():
+    x = torch.randn(3, 8, requires_grad=True)
+    for recipe in ("switchback", "fp8_rowwise", "mxfp8"):
+        layer = LowPrecisionLinear(8, 0, recipe=recipe)
+        layer(x).sum().backward()
+        assert x.grad.eq(0).all() and layer(x).shape == (3, 0) and layer.weight.grad.shape == (0, 8)
+        layer = LowPrecisionLinear(8, 16, device="meta", recipe=recipe)
+        output = layer(torch.empty(3, 8, device="meta", dtype=torch.bfloat16))
+        assert (output.device.type, output.shape, output.dtype) == ("meta", (3, 16), torch.bfloat16)
