@@ -40,13 +40,17 @@ class Attention(KeepsRecipe, nn.MultiheadAttention):
         value: Tensor | None = None,
         need_weights: bool = False,
         attn_mask: Tensor | None = None,
+        *,
+        k_x: Tensor | None = None,
+        v_x: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, None]:
         """[batch, tokens, width] -> the same shape; (output, None) for nn.MultiheadAttention.
 
-        Raises ValueError for `need_weights`, and if keys or values are not the same tensor as the
-        queries. Full backward hooks on this module make them different tensors.
+        open_clip 4 calls keys and values `k_x` and `v_x`. Raises ValueError for `need_weights`, and
+        if keys or values are not the same tensor as the queries. Full backward hooks on this module
+        make them different tensors.
         """
-        if (key is not None and key is not x) or (value is not None and value is not x):
+        if any(y is not None and y is not x for y in (key, value, k_x, v_x)):
             raise ValueError("keys and values must be the queries: this is self-attention")
         if need_weights:
             raise ValueError("need_weights=True: the attention kernel does not keep its weights")
@@ -128,8 +132,9 @@ def is_replaceable(module: nn.Module) -> bool:
     if module._parameters.get("in_proj_weight") is None or "forward" in vars(module):
         return False
     if isinstance(module, nn.MultiheadAttention):
-        plain = module.bias_k is None and not module.add_zero_attn and module.dropout == 0
-        return plain and module.batch_first and type(module) is nn.MultiheadAttention
+        if type(module) is not nn.MultiheadAttention or not module.batch_first:
+            return False
+        return module.bias_k is None and not module.add_zero_attn and module.dropout == 0
     if not hasattr(module, "ln_inner"):
         return False  # only open_clip's attention has ln_inner
     return (

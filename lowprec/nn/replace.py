@@ -25,7 +25,7 @@ PLAIN = (  # nn.MultiheadAttention's out_proj has the second type
     LowPrecisionLinear,
     SwitchBackLinear,
 )
-
+BLOCKS = tuple(f"open_clip.transformer.{x}ResidualAttentionBlock" for x in ("", "Custom"))
 
 Where = Sequence[str] | Callable[[nn.Module, str], bool]
 
@@ -287,15 +287,13 @@ def _set_fast_path(model: nn.Module) -> None:
 def _is_block_attention(model: nn.Module, name: str) -> bool:
     """Whether `Attention` can replace a module, given how its owner calls it.
 
-    For an nn.MultiheadAttention the owner must be open_clip's block, and not for cross-attention,
-    where the block has a norm for keys and values.
+    The owner must be open_clip's block, and not for cross-attention, where the block has a norm for
+    keys and values.
     """
     module, owner = model.get_submodule(name), _owner(model, name)
-    if not isinstance(module, nn.MultiheadAttention):
-        return is_replaceable(module)
     kind = f"{type(owner).__module__}.{type(owner).__qualname__}"  # others may pass other masks
-    is_block = kind.endswith("open_clip.transformer.ResidualAttentionBlock")
-    return is_block and not hasattr(owner, "ln_1_kv") and is_replaceable(module)
+    is_block = kind.endswith(BLOCKS) and not hasattr(owner, "ln_1_kv")
+    return is_block and is_replaceable(module)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

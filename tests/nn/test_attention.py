@@ -108,8 +108,10 @@ def make():
 def test_other_keys_or_weights_are_refused():
     module = make()
     x = torch.randn(2, 3, 32)
-    with pytest.raises(ValueError, match="self-attention"):
-        module(x, torch.randn(2, 3, 32), x)
+    assert torch.equal(module(x, k_x=x, v_x=x)[0], module(x, x, x)[0])  # as open_clip 4 calls it
+    for name in ("key", "value", "k_x", "v_x"):
+        with pytest.raises(ValueError, match="self-attention"):
+            module(x, **{name: torch.randn(2, 3, 32)})
     with pytest.raises(ValueError, match="need_weights"):
         module(x, x, x, need_weights=True)
 

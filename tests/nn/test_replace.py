@@ -266,6 +266,13 @@ def test_attention_outside_open_clips_blocks_is_unchanged(build, inputs, where):
     torch.testing.assert_close(model[1](*x), expected)
 
 
+def test_attention_that_no_block_calls_is_left_alone():
+    pooler = nn.ModuleDict({"attn": open_clip.transformer.Attention(64, 2)})  # open_clip 4's, say
+    with pytest.raises(NoLayerError):
+        apply_recipe(pooler, "switchback", ["in_proj"])
+    assert type(pooler["attn"]) is open_clip.transformer.Attention
+
+
 def test_a_dict_gives_each_layer_the_recipe_of_its_last_pattern():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     before = repr(model)
