@@ -99,7 +99,7 @@ def draw(
         frame, origin, scale = _of_runs(figure, runs, experiment, scale)
     out.mkdir(parents=True, exist_ok=True)
     mark = f" Marked: {origin['mark']}." if origin["mark"] else ""
-    caption = figure.caption(frame) + origin.pop("note") + mark
+    caption = figure.caption(frame) + mark
     code = {"commit": commit(digits=40), "versions": {p: package_version(p) for p in PACKAGES}}
     about = {"caption": caption, "command": called, **origin, **code}
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
@@ -192,7 +192,7 @@ def _of_runs(
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    return frame, {"mark": mark, "note": "", "runs": rows, "left_out": left_out}, scale
+    return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scale
 
 
 def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
@@ -212,21 +212,10 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
 
 def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     """The same for a figure of benchmark lines: files and their digests; they have no scale."""
-    lines = load_lines(root, figure.lines)
-    frame = figure.query(lines)
-    files = _files(frame)
-    drawn = [file["path"] for file in files]
-    left_out = [f"{path} (a newer file has its lines)" for path in set(lines["file"]) - set(drawn)]
-    commits = lines.loc[lines["file"].isin(drawn)].get("commit", pd.Series(dtype=object)).nunique()
-    note = f" The lines are of {commits} commits." if commits > 1 else ""
-    origin = {"mark": "", "note": note, "files": files, "left_out": sorted(left_out)}
-    return frame, origin, "paper"
-
-
-def _files(frame: pd.DataFrame) -> list[dict]:
-    """The files of lines in a frame, with their digests."""
+    frame = figure.query(load_lines(root, figure.lines))
     paths = sorted(set(frame["file"].dropna()) - {""})
-    return [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
+    files = [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
+    return frame, {"mark": "", "files": files, "left_out": []}, "paper"
 
 
 def _some(names: list[str]) -> str:

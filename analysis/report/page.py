@@ -73,7 +73,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
     ]
     differing, shared = compare_settings(summaries)
     tables = _settings(data, groups, looks), _runs(data, names, differing)
-    if not _differ([run.summary for run in data]):
+    if not _differ(data):
         for table in tables:
             _put_best_first(table)
     script = {
@@ -96,7 +96,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         title=_title(summaries),
         subtitle=f"{counted(total, 'run')}: {', '.join(states)}",
         planned=planned,
-        cards=_cards(labels, data),
+        cards=_cards(data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
         protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
         is_thinned=any(len(run.curves) < len(run.whole) for run in data),
@@ -159,38 +159,23 @@ def _title(summaries: pd.DataFrame) -> str:
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
 
 
-def _cards(labels: list[str], data: list[RunData]) -> list[tuple[str, str, str, str]]:
+def _cards(data: list[RunData]) -> list[tuple[str, str, str, str]]:
     """The numbers at the top of the page: name, value, more, and the section that has them."""
-    cards = []
-    finished = [run.summary["state"] == "finished" for run in data]
-    losses = pd.Series([run.final_loss for run in data], labels)[finished].dropna()
-    summaries = [run.summary for run in data if run.summary["state"] == "finished"]
-    if _differ(summaries) and len(losses):
-        more = "runs differ in batch size, data or evaluation"
-        cards.append(("lowest final loss", "not ranked", more, "runs"))
-    elif len(losses):
-        cards.append(("lowest final loss", f"{losses.min():.3f}", losses.idxmin(), "runs"))
-    scores = pd.DataFrame([run.scores for run in data], labels)
-    for name in [name for name in sorted(scores) if not name.endswith((*RELAXED, "/loss"))][:2]:
-        best, more = scores[name].max(), scores[name].idxmax()
-        text = f"{best:.1%}" if 0 <= best <= 1 else f"{best:.3g}"
-        if len({run.summary.get("data.digest") for run in data if name in run.scores}) > 1:
-            text, more = "not ranked", "runs differ in data or evaluation"  # both are in the digest
-        cards.append((f"best {name}", text, more, "runs"))
     counts = [len(run.spikes) for run in data]
-    spiking = f"in {sum(map(bool, counts))} of {len(data)} runs"
-    examined = not all(run.unexamined for run in data)
-    total = f"{sum(counts):,}" if examined else "not examined"
-    cards.append(("loss spikes", total, spiking if examined else "", "spikes"))
+    total, more = f"{sum(counts):,}", f"in {sum(map(bool, counts))} of {len(data)} runs"
+    if all(run.unexamined for run in data):
+        total, more = "not examined", ""
     num_bad = sum(run.needs_attention for run in data)
     some = "failed, stopped, collapsed or damaged"
-    more = some if num_bad else "none failed, stopped, collapsed or is damaged"
-    return [*cards, ("need attention", str(num_bad), more, "failures")]
+    why = some if num_bad else "none failed, stopped, collapsed or is damaged"
+    spikes = "loss spikes", total, more, "spikes"
+    return [spikes, ("need attention", str(num_bad), why, "failures")]
 
 
-def _differ(summaries: list[dict]) -> bool:
+def _differ(data: list[RunData]) -> bool:
     """Whether runs differ in batch size, data or evaluation: their losses do not compare."""
-    return len({(row.get("batch_size"), row.get("data.digest")) for row in summaries}) > 1
+    rows = [run.summary for run in data]
+    return len({(row.get("batch_size"), row.get("data.digest")) for row in rows}) > 1
 
 
 def _put_best_first(table: dict) -> None:

@@ -279,18 +279,6 @@ def test_thinning_keeps_extremes_gaps_and_the_steps_around_spikes():
     assert len(thin(curves.iloc[:400], 400, [])) == 400
 
 
-def test_scores_are_ranked_among_runs_of_the_same_data_only(make_run, page_of):
-    make_run(num_steps=60)
-    make_run(num_steps=60, seed=1)
-    assert "best zero_shot/top150.0%" in page_of().text
-    make_run(num_steps=60, data="cd" * 32, steps=30, state="running")  # has no score yet
-    assert "best zero_shot/top150.0%" in page_of().text
-    make_run(num_steps=60, seed=1, data="cd" * 32)
-    text = page_of().text
-    assert "best zero_shot/top1not rankedruns differ in data or evaluation" in text
-    assert "lowest final lossnot rankedruns differ in batch size, data or evaluation" in text
-
-
 def test_hostile_names_and_reasons_never_become_markup(make_run, page_of):
     run, other, _ = (make_run(num_steps=20, seed=i, steps=10, state="running") for i in range(3))
     (run / "config.yaml").write_text("[")
