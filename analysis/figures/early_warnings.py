@@ -26,7 +26,6 @@ from lowprec.diagnostics.spikes import (
 )
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
-HORIZON = 8  # the paper's
 THRESHOLDS = {  # in steps of 12% to 21%
     "rms": 2.3 * 10 ** (np.arange(-7, 23) / 20),  # about 1 to 30, with the paper's 2.3
     "rho": 10 ** (np.arange(-29, 1) / 20),  # about 0.03 to 1
@@ -43,7 +42,6 @@ COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "
 DASHES = {"cusum": (0, (4, 2))}  # its line lies upon others
 SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
 SCORES = tuple(THRESHOLDS)
-SIDES = ("detection", "onset")
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
 WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
 SPIKES = ("num_spikes", "num_warned", "warned_by_chance")
@@ -128,19 +126,6 @@ def _share_near(steps: np.ndarray, num_steps: int) -> np.ndarray:
     """[horizons]: the share of all steps, in a circle, that are 1 to `horizon` from one of some."""
     gaps = np.diff(steps, append=steps[:1] + num_steps)
     return np.minimum(gaps[:, None], HORIZONS).sum(axis=0) / num_steps
-
-
-def pooled(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Sums COUNTS over runs for each value of `by`, with the shares.
-
-    These are `precision` (share of warnings that are followed), `recall` (share of loss spikes that
-    are warned of), both by chance, and `f1`, the harmonic mean of precision and recall; NaN where
-    there are no warnings or no spikes.
-    """
-    table = frame.groupby(list(by))[list(COUNTS)].sum().astype(float)
-    shares = shares_of(table.to_numpy())
-    names = ("precision", "chance_precision", "recall", "chance_recall", "f1")
-    return table.assign(**dict(zip(names, np.moveaxis(shares, -1, 0), strict=True)))
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:

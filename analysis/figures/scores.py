@@ -58,18 +58,6 @@ def accuracies(runs: Runs) -> pd.DataFrame:
     return heads[[*measures.OF_A_RUN, "accuracy", "metric"]]
 
 
-def usual_settings(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of each model that agree in the most frequent settings besides beta2 and optimizer.
-
-    Runs at another learning rate, such as a control, are left out.
-    """
-    if heads["optimizer.name"].isna().all():  # no run has a readable config
-        return heads
-    settings = comparison.signature(heads, "optimizer.name", "optimizer.beta2", seed=False)
-    usual = settings.groupby(heads["model.name"]).agg(lambda texts: texts.value_counts().idxmax())
-    return heads[settings == heads["model.name"].map(usual)]
-
-
 def named_by_exception(head: pd.Series) -> str:
     """The method of a run, with its autocast if that is not bf16 where methods differ in it."""
     pattern = r" \(autocast=(\w+), scaler=\w+\)"
@@ -246,7 +234,6 @@ FIGURES = {
     ),
     "update_clipping": Points(
         studies=("update_clipping", "stability"),
-        where=usual_settings,
         table=accuracy_by_beta2,
         x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
         y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),

@@ -52,11 +52,10 @@ def test_planted_warnings_have_the_known_precision_and_recall(plant, query):
         assert row["followed_by_chance"] == pytest.approx(5 * 2 * horizon / NUM_STEPS)
         overlap = max(horizon - 24, 0)  # of the warnings at 272 and 296
         assert row["warned_by_chance"] == pytest.approx(2 * (5 * horizon - overlap) / NUM_STEPS)
-    pooled = early_warnings.pooled(frame, "counted_from", "score", "horizon", "threshold")
-    shares = pooled.loc[("detection", "rms", 8, 2.3)]
-    assert shares["precision"] == 0.4 and shares["recall"] == 1
-    assert shares["f1"] == pytest.approx(0.8 / 1.4)
-    assert shares["chance_recall"] == pytest.approx(5 * 8 / NUM_STEPS)
+    counts = at(frame, "rms", 2.3).loc[8, list(early_warnings.COUNTS)].to_numpy(float)
+    precision, _, recall, chance_recall, f1 = early_warnings.shares_of(counts)
+    assert precision == 0.4 and recall == 1 and f1 == pytest.approx(0.8 / 1.4)
+    assert chance_recall == pytest.approx(5 * 8 / NUM_STEPS)
 
 
 def test_counts_agree_with_the_coincidence_of_spikes_and_its_shifts(make_run, query, tmp_path):
