@@ -10,8 +10,8 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 
-from analysis.run_files import DEFAULTS, flatten
-from lowprec.config.schema import LEGAL_SCALERS, MAPS, Config, PrecisionConfig
+from analysis.run_files import DEFAULTS, IN_MAPS, flatten
+from lowprec.config.schema import LEGAL_SCALERS, Config, PrecisionConfig
 from lowprec.nearest import nearest
 from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
 from lowprec.runs.identity import identity
@@ -32,7 +32,6 @@ KEY = (
 )
 OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
 PRODUCTS = "precision.products"  # of recipe=custom; its formats are columns below it
-IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the columns of maps
 CLIPPING = (
     *("optimizer.clip_norm", "optimizer.clip_threshold", "optimizer.clip_weight_decay"),
     *ADDED,

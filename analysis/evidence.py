@@ -170,11 +170,11 @@ class Evidence:
         why = unless or "the interval contains 0; more seeds are needed"
         return self.decide(ours, None if holds and unless else holds, sample.num, why)
 
-    def equal(self, ours: str, values: pd.Series, margin: float = MARGIN) -> Finding:
+    def equal(self, ours: str, values: pd.Series) -> Finding:
         """Equivalence (two one-sided tests): the 90% interval within the margin, or outside."""
         sample = Sample.of(values, TWO_ONE_SIDED)
-        holds = True if -margin <= sample.low and sample.high <= margin else None
-        holds = False if sample.low > margin or sample.high < -margin else holds
+        holds = True if -MARGIN <= sample.low and sample.high <= MARGIN else None
+        holds = False if sample.low > MARGIN or sample.high < -MARGIN else holds
         why = "an interval extends beyond its margin; more seeds are needed"
         return self.decide(ours, holds, sample.num, why)
 

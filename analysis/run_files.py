@@ -15,7 +15,7 @@ import pandas as pd
 from upath import UPath
 
 from lowprec.config.check import REMOVED, allows
-from lowprec.config.schema import Config, PrecisionConfig, is_sampled
+from lowprec.config.schema import MAPS, Config, PrecisionConfig, is_sampled
 from lowprec.runs import read
 from lowprec.runs.identity import to_dict
 from lowprec.runs.tables import (
@@ -96,25 +96,18 @@ def find_addresses(root: Path | str) -> list[str]:
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
-    """Flattens a nested config to dotted keys; lists become tuples, so that runs can be grouped."""
+    """Flattens a nested config to dotted keys; lists become tuples of text, to group runs by."""
     flat = {}
     for name, value in config.items():
         if isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[f"{prefix}{name}"] = tuple(value) if isinstance(value, list) else value
+            flat[f"{prefix}{name}"] = tuple(map(str, value)) if isinstance(value, list) else value
     return flat
 
 
 DEFAULTS = flatten(to_dict(Config()))
-COMPUTED = (  # tables and figures compute with these, or sort by them
-    *REQUIRED,
-    *("seed", "num_steps", "batch_size", "log_every", "model.vision_layers", "model.text_layers"),
-    *("optimizer.lr", "optimizer.beta2", "optimizer.beta2_decay", "optimizer.clip_norm"),
-    *("scaler.name", "scaler.init_scale", "precision_change.step", "intervention.name"),
-    *("data.name", "schedule.name", "schedule.warmup_steps"),
-    *(key for key in DEFAULTS if key.startswith("diagnostics.")),
-)
+IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the keys of maps
 
 
 def read_summary(address: str) -> dict:
@@ -167,13 +160,17 @@ def _read_attempts(run: Path) -> tuple[dict, list[str]]:
 
 
 def _read_config(run: Path) -> tuple[dict | None, list[str]]:
-    """Returns the flat config, or None if it is damaged, and what is wrong with it."""
+    """Returns the flat config, or None if it is damaged, and what is wrong with it.
+
+    Keys that the schema neither has nor had are left out.
+    """
     fault = "config.yaml is damaged"
     try:
         written = flatten(read.read_yaml(run / "config.yaml"))
-        wrong = [key for key, value in written.items() if not _fits_a_table(key, value)]
+        wrong = [key for key in written if key in DEFAULTS and not _may_be(key, written[key])]
         if not wrong and all(key in written for key in REQUIRED):
-            config = DEFAULTS | REMOVED | written  # both kinds of records have the same keys
+            config = DEFAULTS | REMOVED  # old and new records have the same keys
+            config |= {k: v for k, v in written.items() if k in config or k.startswith(IN_MAPS)}
             label = PrecisionConfig(*(config[key] for key in PRECISION)).label
             return {**config, "precision.label": label}, []
         fault += "".join(f": {key}={written[key]!r}"[:200] for key in wrong[:1])
@@ -182,21 +179,11 @@ def _read_config(run: Path) -> tuple[dict | None, list[str]]:
     return None, [fault]
 
 
-def _fits_a_table(key: str, value: object) -> bool:
-    """Whether tables and figures can compute with a config's value, and group by it.
-
-    Keys that they only group by may have had another type when the run was made.
-    """
-    if not all(map(_is_plain, value if isinstance(value, tuple) else (value,))):
-        return False
-    if key in COMPUTED or key in DEFAULTS and isinstance(value, tuple):
-        return allows(key, list(value) if isinstance(value, tuple) else value)
-    return not (isinstance(value, tuple) and any(name.startswith(f"{key}.") for name in DEFAULTS))
-
-
-def _is_plain(value: object) -> bool:
-    is_number = isinstance(value, int | float)
-    return value is None or isinstance(value, str) or is_number and not abs(value) >= 1e12
+def _may_be(key: str, value: object) -> bool:
+    """Whether the schema allows a value, perhaps as the one item of what is a list now."""
+    value = list(value) if isinstance(value, tuple) else value
+    is_huge = isinstance(value, int | float) and abs(value) >= 1e12
+    return not is_huge and (allows(key, value) or allows(key, [value]))
 
 
 def read_row_file(summary: dict, name: str) -> tuple[list[dict], list[str]]:
