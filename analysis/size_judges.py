@@ -18,7 +18,8 @@ from analysis.evidence import ALPHA, TWO_ONE_SIDED, UNDECIDED, Evidence, Finding
 from analysis.load import NoRunsError
 
 RECIPE, LARGEST = "precision.label", "vit_h14"
-STUDIES = ("weight_gradient", "lr_map", "accuracy_vs_size")
+EQUALITY = "equality"  # alone decides FAMILY: its seeds have chosen nothing
+STUDIES = ("weight_gradient", "lr_map", EQUALITY, "accuracy_vs_size")
 OF_WIDTH, WIDTHS = "weight_gradient", ["vit_b14", "vit_l14", "vit_h14"]  # the sizes it names
 FP8, INT8_GRADIENT = "hw_fp8_tensorwise", "grad_weight int8"
 MARGIN = 3.0  # % of the validation loss: less is equal
@@ -27,7 +28,7 @@ TRAINS, FAILS = 0.1, 1.0  # nats: the validation loss minus that of the model's 
 EARLY = 300  # step of the early record of features
 UPPER = 0.8  # one-sided level of the standard deviation from which seeds are planned
 MOST_SEEDS = 1000
-EQUAL, HIGHER = "equal", "higher"
+EQUAL, HIGHER, WORSE = "equal", "higher", "worse"  # WORSE: by the test of EQUAL, which denies it
 FAMILY = {  # Holm's correction is for these: two recipes, how the first one's loss compares
     ("switchback", "bf16"): EQUAL,
     (FP8, "bf16"): EQUAL,
@@ -37,10 +38,11 @@ FAMILY = {  # Holm's correction is for these: two recipes, how the first one's l
 
 
 def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
-    """Judges whether the validation loss of a recipe equals another's, or is higher.
+    """Judges whether the validation loss of a recipe equals another's, is higher or worse.
 
-    Equality: two one-sided tests with MARGIN. p-values of FAMILY are corrected. A diverged run has
-    no loss, so that its pair decides nothing.
+    Equality: two one-sided tests with MARGIN. Worse: higher by more than MARGIN; refuted by
+    equality. p-values of FAMILY are corrected. A diverged run has no loss, so that its pair decides
+    nothing.
     """
     by_model = changes(records, one, other)
     *_, (model, values) = by_model.items()
@@ -48,28 +50,37 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     ours = f"validation loss, %, 90%: {ours}"
     if diverged := int(np.isinf(values).sum()):
         return Finding(ours, UNDECIDED, f"one run of a pair diverged in {diverged} of its seeds")
-    p, num_tests, also = p_value(values, how), 1, ""
-    if FAMILY.get((one, other)) == how:
+    test = EQUAL if how == WORSE else how
+    p, num_tests, also = p_value(values, test), 1, ""
+    if FAMILY.get((one, other)) == test:
         p, num_tests = evidence.holm(_p_values(records, model))[one, other], len(FAMILY)
         also = " by Holm's correction for four tests"
     ours += f"; {naming.model(model)}: p = {p:.2g}{also}"
     sample = Sample.of(values, TWO_ONE_SIDED)
-    refuted = sample.high < (0 if how == HIGHER else -LOG_MARGIN)
-    refuted |= how == EQUAL and sample.low > LOG_MARGIN
-    holds = True if p < ALPHA else False if refuted else None
-    needed = num_seeds(values, how, num_tests)
+    is_below = sample.high < (0 if how == HIGHER else -LOG_MARGIN)
+    is_above = sample.low > LOG_MARGIN
+    holds = True if p < ALPHA else False if is_below or (how == EQUAL and is_above) else None
+    if how == WORSE:
+        holds = True if is_above else False if holds is not None else None
+    needed = num_seeds(values, test, num_tests)
     why = f"{needed} seeds would decide it" if needed else f"not by {MOST_SEEDS:,} seeds"
     why += " if the difference stays as it is"
     return records.decide(ours, holds, len(values), why)
 
 
 def changes(
-    records: Evidence, one: str, other: str, studies: Sequence[str] = STUDIES
+    records: Evidence, one: str, other: str, studies: Sequence[str] = ()
 ) -> dict[str, pd.Series]:
     """By model, small to large: log(validation loss with `one` / with `other`), by seed.
 
-    It is infinite if one of the two diverged; a seed in which both did is left out.
+    It is infinite if one of the two diverged; a seed in which both did is left out. Unless studies
+    are given, those of FAMILY are the runs of EQUALITY, if there are any, and others of STUDIES.
     """
+    if not studies:
+        at_scale = records.summaries["scale"] == records.scale
+        ran = set(records.summaries.loc[at_scale, "experiment"])
+        planned = (one, other) in FAMILY and EQUALITY in ran
+        studies = (EQUALITY,) if planned else STUDIES
     return records.differences(RECIPE, one, other, "log_loss", studies)
 
 
@@ -143,6 +154,12 @@ def _all_train(words: list[str]) -> bool:
     return set(words) == {"trains"}
 
 
+def _counts(words: list[str]) -> str:
+    """`trains 6x, degraded`."""
+    counts = pd.Series(words).value_counts(sort=False).items()
+    return ", ".join(word if num == 1 else f"{word} {num}x" for word, num in counts)
+
+
 def fails(records: Evidence, recipe: str) -> Finding:
     """Judges whether ViT-H/14 fails in a recipe at a learning rate at which it trains in bf16.
 
@@ -150,7 +167,7 @@ def fails(records: Evidence, recipe: str) -> Finding:
     """
     pairs = outcomes(records, recipe)
     ours = "; ".join(
-        f"{naming.model(model)} at {lr:g}: {', '.join(words)}"
+        f"{naming.model(model)} at {lr:g}: {_counts(words)}"
         for (model, lr), words in pairs[recipe].items()
     )
     largest = pairs[pairs.index.get_level_values("model.name") == LARGEST]
@@ -183,11 +200,18 @@ def _ratios(
 ) -> tuple[str, str]:
     ratios = {name: feature_ratios(records, name) for name in recipes}
     ours = "; ".join(
-        f"{naming.PRECISIONS.get(name, [name])[0]} {' and '.join(map('{:.2f}'.format, values))}"
+        f"{naming.PRECISIONS.get(name, [name])[0]} {_values(values)}"
         for name, values in ratios.items()
     )
     are_inside = pd.concat(ratios.values()).between(low, high).all()
     return ours, _score(are_inside, min(map(len, ratios.values())))
+
+
+def _values(ratios: pd.Series) -> str:
+    """`2.01 and 1.75`, `1.72 to 1.88 (6 seeds)`."""
+    if len(ratios) < 3:
+        return " and ".join(map("{:.2f}".format, ratios))
+    return f"{ratios.min():.2f} to {ratios.max():.2f} ({len(ratios)} seeds)"
 
 
 def _recall(records: Evidence, intervention: str, lr: float, least: float) -> tuple[str, str]:

@@ -271,7 +271,7 @@ FIGURES = {
         "compilation (open). Middle: seeds. Right: seeds of other recipes, moved to the same mean.",
     ),
     "recipes_by_size": Points(
-        studies=("weight_gradient",),
+        studies=("weight_gradient", "equality"),
         table=relative_to_bf16,
         x=(Axis(column="model", label="", names=models_of),),
         y=(
@@ -287,7 +287,7 @@ FIGURES = {
         f"gray: {MARGIN:g}%, which count as equal. Features: of the last vision block.",
     ),
     "rate_map": Points(
-        studies=("lr_map", "weight_gradient"),
+        studies=("lr_map", "weight_gradient", "equality"),
         same_but=("optimizer.lr", "precision.label", "gpu"),
         where=ended_at_several_rates,
         table=loss_by_rate,
