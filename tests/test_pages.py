@@ -33,6 +33,8 @@ EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A recipe": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "A native format": "runs/run/nano-custom-adamw-s0-*/layers.json",
     "A statistic": "runs/run/nano-bf16-adamw-s0-*/tensors.parquet",
+    "A number of the checkpoint": "runs/run/nano-bf16-adamw-s0-*/checkpoints/*/state.json",
+    "A logger": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
     "A model": "runs/run/pico-bf16-adamw-s0-*/metrics.jsonl",
 }
 KEYS = flatten(defaults(Config)) | flatten(defaults(SweepConfig))
@@ -103,6 +105,8 @@ def test_a_worked_example_runs(title, copy):
         assert all(layer["swapped"] for layer in json.loads(made.read_text()))
     if made.name == "metrics.jsonl":
         assert len(made.read_text().splitlines()) == 2
+    if made.name == "state.json":
+        assert json.loads(made.read_text())["evaluations"] == 1
     if made.name == "tensors.parquet":
         assert any(name.startswith("moved/") for name in parquet.read_schema(made).names)
 
