@@ -117,12 +117,6 @@ def with_baselines(heads: pd.DataFrame, experiment: str, *varied: str) -> pd.Dat
     return heads[own | settings.isin(settings[own])] if own.any() else heads
 
 
-def rounded(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows with learning rates of six digits: runs that differ in rounding alone agree."""
-    rates = [float(f"{rate:.6g}") for rate in heads.get("optimizer.lr", [])]
-    return heads.assign(**({"optimizer.lr": rates} if rates else {}))
-
-
 def one_variant(heads: pd.DataFrame, varied: str) -> pd.DataFrame:
     """For each value of the varied setting, the runs with that value's most frequent settings.
 

@@ -294,9 +294,7 @@ def signed_leads(series: Series, protocol: Protocol, side: str = "step") -> pd.D
     return pd.DataFrame({"lead": lead + 0.0, "is_large": (table["height"] > LARGE).to_numpy()})
 
 
-def count_following(
-    series: Series, rms: np.ndarray, protocol: Protocol, max_shift: int | None = None
-) -> dict[str, float]:
+def count_following(series: Series, rms: np.ndarray, protocol: Protocol) -> dict[str, float]:
     """The fields of `LagCoincidence`, and `num_onsets`, `num_by_onset` and `p_by_onset`.
 
     `rms` is RMS_t [steps] of one tensor. The last three are counted from the onset, where spikes
@@ -305,8 +303,8 @@ def count_following(
     loss_marks, onset = _marks_and_onsets(series, protocol)
     rms_marks, onset_marks = rms_spikes(rms, protocol), np.zeros_like(loss_marks)
     onset_marks[onset - 1] = True
-    by_step = lag_coincidence(loss_marks, rms_marks, protocol, max_shift)
-    by_onset = lag_coincidence(onset_marks, rms_marks, protocol, max_shift)
+    by_step = lag_coincidence(loss_marks, rms_marks, protocol)
+    by_onset = lag_coincidence(onset_marks, rms_marks, protocol)
     more = {"num_onsets": by_onset.num_loss_spikes, "num_by_onset": by_onset.num_following}
     more["p_by_onset"] = by_onset.p_value
     return {**by_step._asdict(), **more}

@@ -17,7 +17,6 @@ from analysis.load import load_runs
 from lowprec.diagnostics.spikes import PROTOCOLS, Protocol, loss_spikes, relative_rms, rms_spikes
 from lowprec.waiting import doing
 
-LOCAL_SHIFT = 1000  # steps over which the phase of training stays about the same
 NUM_TENSORS = 10  # printed
 
 
@@ -82,28 +81,23 @@ def _single_outliers(series: spike_marks.Series, protocol: Protocol) -> list[str
 def _lead_lines(
     series: spike_marks.Series, protocol: Protocol, rms: np.ndarray, spikes: pd.DataFrame
 ) -> list[str]:
-    lines, shifts = [], {"over the run": None}
-    if 2 * LOCAL_SHIFT + 1 < len(rms) - protocol.ignore_steps:  # else both shift over the run
-        shifts[f"by at most {LOCAL_SHIFT:,} steps"] = LOCAL_SHIFT
-    for shifted, largest in shifts.items():
-        counts = spike_marks.count_following(series, rms, protocol, largest)
-        interval = f" (95%: {counts['low']:.0%} to {counts['high']:.0%})"
-        interval = "" if np.isnan(counts["low"]) else interval
-        lines.append(
-            f"By chance {counts['chance']:.1%}{interval}, p = {counts['p_value']:.2g} (onset: "
-            f"{counts['p_by_onset']:.2g}), shifting the RMS spikes {shifted}."
-        )
+    counts = spike_marks.count_following(series, rms, protocol)
     first = (
         f"{counts['num_following']} of {len(spikes)} loss spikes ({counts['share']:.0%}) come 1 "
         f"to {protocol.max_lead} steps after an RMS spike; counted from the onset, "
-        f"{counts['num_by_onset']} of {spikes['onset'].nunique()}."
+        f"{counts['num_by_onset']} of {counts['num_onsets']}."
+    )
+    interval = f" (95%: {counts['low']:.0%} to {counts['high']:.0%})"
+    chance = (
+        f"By chance {counts['chance']:.1%}{'' if np.isnan(counts['low']) else interval}, p = "
+        f"{counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g})."
     )
     if num_same := int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum()):
         first += (
             f" {num_same} coincide with an RMS spike, which therefore cannot be the cause; both "
             "may have another cause, such as the batch."
         )
-    return [first, *lines, f"The paper: {paper.FOLLOWING_SAID}."]
+    return [first, chance, f"The paper: {paper.FOLLOWING_SAID}."]
 
 
 def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:

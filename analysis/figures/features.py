@@ -58,8 +58,9 @@ def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 def _paired(heads: pd.DataFrame) -> pd.Series:
-    """By run: the first study's bf16 run with the same settings and seed."""
-    settings = comparison.signature(comparison.rounded(heads), "precision.label")
+    """By run: the first study's bf16 run with these settings and seed, the rate in six digits."""
+    rates = heads["optimizer.lr"].map("{:.6g}".format)
+    settings = comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
     own = (heads["experiment"] == SIZE_STUDIES[0]) & (heads["precision.label"] == BF16)
     bases = dict(zip(settings[own], heads.loc[own, "run"], strict=True))
     return settings.map(bases).set_axis(heads["run"]).dropna()

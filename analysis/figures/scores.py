@@ -100,12 +100,6 @@ ARMS = {ROUNDING: style.color("bf16", "stable_adamw"), SEEDS: style.color("bf16"
 ARMS_IN_PRINT = {ROUNDING: f"{ROUNDING}\n(open: not compiled)"}
 
 
-def beside_rounding(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the study, and those that differ in seed, recipe, compilation and rounding."""
-    keys = "compile", "precision.label"
-    return heads.loc[comparison.with_baselines(comparison.rounded(heads), "rounding", *keys).index]
-
-
 def arms_of_rounding(runs: Runs) -> pd.DataFrame:
     """Both scores of each run, or NaN, and the `arm` it belongs to.
 
@@ -257,8 +251,7 @@ FIGURES = {
     ),
     "rounding": Points(
         studies=("rounding", "accuracy_vs_size"),
-        same_but=ANYTHING,
-        where=beside_rounding,
+        same_but=("compile", "precision.label", "optimizer.lr"),
         table=arms_of_rounding,
         x=(Axis(column="arm", label="", names=lambda frame: {
             arm: ARMS_IN_PRINT.get(arm, arm) for arm in ARMS if arm in set(frame["arm"])}),),

@@ -329,16 +329,14 @@ def leads(loss_steps: np.ndarray, rms_steps: np.ndarray) -> np.ndarray:
 
 
 def lag_coincidence(
-    loss_marks: np.ndarray, rms_marks: np.ndarray, protocol: Protocol, max_shift: int | None = None
+    loss_marks: np.ndarray, rms_marks: np.ndarray, protocol: Protocol
 ) -> LagCoincidence:
     """Counts the loss spikes that follow RMS spikes of one tensor, and those expected by chance.
 
     `loss_marks` and `rms_marks`, bool [steps], mark the steps at which spikes begin. For chance,
-    the RMS spikes are shifted circularly along the steps after `ignore_steps`, by at most
-    `max_shift` either way or over the whole run: each keeps its neighbors and loses only its
-    relation to the loss. The shift by 0 is included, so `p_value` is above 0. Small shifts keep the
-    phase of training: where both kinds of spike cluster in one phase, shifts over the whole run
-    underestimate chance.
+    the RMS spikes are shifted circularly along the steps after `ignore_steps`: each keeps its
+    neighbors and loses only its relation to the loss. The shift by 0 is included, so `p_value` is
+    above 0. Where both kinds of spike cluster in one phase of training, chance is underestimated.
     """
     loss_marks, rms_marks = loss_marks[protocol.ignore_steps :], rms_marks[protocol.ignore_steps :]
     loss_steps, rms_steps = np.flatnonzero(loss_marks), np.flatnonzero(rms_marks)
@@ -350,8 +348,6 @@ def lag_coincidence(
     for lead in range(1, protocol.max_lead + 1):
         is_after |= np.roll(rms_marks, lead)
     shifts = np.arange(len(loss_marks))
-    if max_shift is not None and 2 * max_shift + 1 < len(loss_marks):
-        shifts = np.arange(-max_shift, max_shift + 1)
     counts = sum(is_after[(step - shifts) % len(is_after)].astype(int) for step in loss_steps)
     low, high = np.quantile(counts / num_loss, (0.025, 0.975), method="inverted_cdf")
     p_value = float((counts >= num_following).mean())

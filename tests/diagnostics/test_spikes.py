@@ -235,15 +235,13 @@ def test_loss_spikes_one_to_eight_steps_after_an_rms_spike_follow_it():
     assert result.p_value < 0.02  # by chance 0.07 spikes follow
 
 
-@pytest.mark.parametrize("max_shift", [None, 20])
-def test_chance_is_the_mean_over_all_circular_shifts(max_shift):
+def test_chance_is_the_mean_over_all_circular_shifts():
     rng = np.random.default_rng(0)
     protocol = replace(PAPER, ignore_steps=100)
     loss, rms = rng.random(300) < 0.05, rng.random(300) < 0.05
-    result = lag_coincidence(loss, rms, protocol, max_shift)
-    shifts = range(200) if max_shift is None else range(-20, 21)
+    result = lag_coincidence(loss, rms, protocol)
     counts = []
-    for shift in shifts:
+    for shift in range(200):
         shifted = np.roll(rms[100:], shift)
         near = [
             shifted[(step - np.arange(1, 9)) % 200].any() for step in np.flatnonzero(loss[100:])
