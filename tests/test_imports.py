@@ -64,6 +64,25 @@ def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, m
     assert done.returncode and first.startswith(line) and bool(rest) == (line == "Traceback")
 
 
+def test_the_library_without_triton_says_what_it_needs():
+    code = """
+import importlib, importlib.util, sys, torch
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+sys.modules |= dict.fromkeys(("triton", "triton.language"))
+for module in ("nn.linear", "nn.replace", "nn.advice", "optim", "ops", "diagnostics.monitor"):
+    try:
+        importlib.import_module(f"lowprec.{module}")
+    except ImportError as error:
+        print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    said = "lowprec needs triton, which pip installs on Linux only\n"
+    assert done.stdout == 6 * said, (done.stdout, done.stderr)
+
+
 LIBRARY = """
 import importlib, pathlib, sys
 from importlib.machinery import PathFinder

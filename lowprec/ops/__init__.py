@@ -6,11 +6,15 @@ for torch.compile. Operations do not record gradients: `lowprec.nn` defines them
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch._C import _is_tracing, _len_torch_dispatch_stack
+
+if importlib.util.find_spec("triton") is None:
+    raise ImportError("lowprec needs triton, which pip installs on Linux only", name="triton")
 
 from lowprec.formats import NATIVE, Format, parse_format
 from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
