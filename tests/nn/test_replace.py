@@ -273,6 +273,18 @@ def test_attention_that_no_block_calls_is_left_alone():
     assert type(pooler["attn"]) is open_clip.transformer.Attention
 
 
+def test_a_filter_may_be_dinov3s():
+    kinds = {
+        "qkv": type("LinearKMaskedBias", (nn.Linear,), {}),
+        "proj": nn.Linear,
+        "head": nn.Linear,
+    }
+    model = nn.ModuleDict({name: kind(64, 64) for name, kind in kinds.items()})
+    where = lambda m, name: type(m) is nn.Linear and re.search("qkv|proj", name)  # noqa: E731
+    assert [x.name for x in apply_recipe(model, "hw_fp8_switchback", where)] == ["proj"]
+    assert isinstance(model["proj"], LowPrecisionLinear) and type(model["head"]) is nn.Linear
+
+
 def test_a_dict_gives_each_layer_the_recipe_of_its_last_pattern():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     before = repr(model)
