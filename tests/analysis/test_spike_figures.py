@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, paper, spike_marks
+from analysis import load_runs, spike_marks
 from analysis.figures import (
     lead_histogram,
     rms_and_loss,
@@ -17,12 +17,9 @@ from analysis.figures import (
 from analysis.measures import RECALL
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, spiking
 
-CONV1, TOKENS, CLASS = "visual.conv1.weight", "token_embedding.weight", "visual.class_embedding"
-MIDDLE = paper.BLOCK.format(2) + ".mlp.c_fc.weight"
-IN_PROJ = paper.BLOCK.format(0) + ".attn.in_proj_weight"
-NAMES = [CONV1, TOKENS, MIDDLE, CLASS, IN_PROJ]
+CONV1 = "visual.conv1.weight"
 SPIKES = {400: 3, 500: 8, 600: 50, 700: None}  # step of a loss spike: lead of the patch embedding
 STEPS = 800
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=200, window=100))
@@ -32,24 +29,12 @@ WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=200, window=100))
 def plant_fixture(make_run):
     """A function that makes a run with the spikes above, as the record writer leaves it."""
 
-    def plant(planted=SPIKES, blocks=None, **keys):
-        rng = np.random.default_rng(0)
-        losses = 2 + 0.1 * np.sin(np.arange(STEPS))
-        rms = pd.DataFrame(rng.uniform(0.8, 1.2, (STEPS, 5)), np.arange(1, STEPS + 1), NAMES)
-        for step, lead in planted.items():
-            losses[step - 1 : step + 2] += 1.0, 1.5, 1.2
-            if lead is not None:
-                rms.loc[step - lead, CONV1] = 5
-        if 600 in planted:
-            losses[600] += 1  # the highest
-            rms.loc[598, TOKENS] = rms.loc[300, MIDDLE] = 4
-        gradients = rms / 1000
-        gradients.loc[601:602] = np.nan
-        tables = {"tensors": {"rms": rms, "grad_norm": rms, "grad_abs_max": gradients}}
-        if blocks is not None:
-            tables["blocks"] = {"feature_mean": blocks}
+    def plant(planted=SPIKES, **keys):
+        losses = spiking(STEPS, planted, 1.3)
+        rms = pd.DataFrame({CONV1: np.ones(STEPS)}, np.arange(1, STEPS + 1))
+        rms.loc[[step - lead for step, lead in planted.items() if lead is not None]] = 5
         keys = {"num_steps": STEPS, "diagnostics": WATCHED, "flush": 100} | keys
-        return make_run(losses=losses, tables=tables, **keys)
+        return make_run(losses=losses, tables={"tensors": {"rms": rms}}, **keys)
 
     return plant
 
