@@ -7,6 +7,7 @@ import functools
 import warnings
 import zipfile
 from collections.abc import Callable
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from upath import UPath
 from lowprec.config.check import REMOVED, allows
 from lowprec.config.schema import MAPS, Config, PrecisionConfig, is_sampled
 from lowprec.runs import read
-from lowprec.runs.identity import to_dict
 from lowprec.runs.tables import (
     MAX_BYTES,
     TABLES,
@@ -106,7 +106,7 @@ def flatten(config: dict, prefix: str = "") -> dict:
     return flat
 
 
-DEFAULTS = flatten(to_dict(Config()))
+DEFAULTS = flatten(asdict(Config()))
 IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the keys of maps
 
 

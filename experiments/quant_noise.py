@@ -44,13 +44,10 @@ def capture(
 
     `checkpoint` is its step, 0 for the initial weights, None for the newest one. x and g are 2-d,
     in the dtype that the layer computes in; w is as stored. A finished run repeats its last batch.
-    Raises ConfigError or RunError if the run cannot be loaded, no layer matches or the initial
-    weights are those of another run's checkpoint.
+    Raises ConfigError or RunError if the run cannot be loaded or no layer matches.
     """
     trained = read_config(run)
     refuse_retired_model(trained)
-    if checkpoint == 0 and (source := trained.resume.from_):
-        raise RunError(f"{run} started from {source}, not from initial weights: measure that run")
     trained.device, trained.num_workers = device, 0
     trained.compile = trained.checkpointing = False
     trained.evaluation.name = trained.logger.name = "none"

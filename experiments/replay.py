@@ -32,7 +32,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -48,7 +48,6 @@ from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config, PrecisionChangeConfig, key
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs.attempts import CheckpointError
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config, scan_rows
 from lowprec.train.preflight import preflight
 from lowprec.waiting import Waiting
@@ -89,7 +88,7 @@ class ReplayedConfig(Config):
 def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
     """Replays the control and each variant; prints and writes a comparison."""
     run = Path(config.run)
-    trained = to_dict(read_config(run))
+    trained = asdict(read_config(run))
     if not any(run.glob("*/step_*")):
         raise RunError(f"{run} has no checkpoint or snapshot, so it cannot be replayed")
     trained["run_dir"], trained["model"]["init_from"] = str(run), None
@@ -112,8 +111,8 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
         trained["num_workers"] = layout["workers"]
     read = read_config(run)
     if manifest["step"] + 1 >= (read.precision_change.step or math.inf):  # the change is past
-        trained["precision"] = to_dict(read.precision_at(manifest["step"] + 1))
-        trained["precision_change"] = to_dict(PrecisionChangeConfig())
+        trained["precision"] = asdict(read.precision_at(manifest["step"] + 1))
+        trained["precision_change"] = asdict(PrecisionChangeConfig())
     variants = variants_of(trained, changes, multirun)
     first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
     for start in starts:

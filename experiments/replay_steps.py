@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, count, islice
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from lowprec.data.open import open_data
 from lowprec.optim.loss_scaling import NoScaler, build_scaler
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.attempts import step_of
-from lowprec.runs.identity import to_dict
 from lowprec.train import build as building
 from lowprec.train.checkpoint import save_checkpoint
 from lowprec.train.loop import Stepper
@@ -94,7 +93,7 @@ class Replayer:
 
     def _build(self, config: Config) -> building.Built:
         """Objects with a new optimizer, and the last replay's model if it is the same."""
-        settings = {k: v for k, v in to_dict(config).items() if k not in NOT_OF_MODEL}
+        settings = {k: v for k, v in asdict(config).items() if k not in NOT_OF_MODEL}
         settings["lr_scale"] = config.optimizer.lr_scale  # locks parameters
         torch.cuda.empty_cache()  # the last replay's CUDA graph has its own memory
         if settings != self.settings or config.precision_change.step is not None:

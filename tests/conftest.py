@@ -1,6 +1,7 @@
 """Fixtures of all rooms: a small set of colored squares, tiny configs, one attempt of a run."""
 
 import os
+from dataclasses import asdict
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -26,7 +27,6 @@ import pytest  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from lowprec.config.check import check  # noqa: E402
-from lowprec.runs.identity import to_dict  # noqa: E402
 from lowprec.runs.record import Record  # noqa: E402
 
 torch.set_num_threads(1)
@@ -192,7 +192,7 @@ def run_once():
             spoil(built)
         record = Record(folder)
         record.append("attempts", [{"attempt": record.attempt}])
-        (folder / "config.yaml").write_text(json.dumps(to_dict(config)))
+        (folder / "config.yaml").write_text(json.dumps(asdict(config)))
         try:
             return train(built, record, **options), built
         except Killed:

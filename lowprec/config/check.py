@@ -21,13 +21,14 @@ from lowprec.nearest import nearest
 MISSING = "???"
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
-REMOVED = {  # keys of old records, with the value that digests of runs contain
+IN_DIGESTS = {  # keys of old records, with the value that digests of runs contain
     "distributed.gather_with_grad": True,
     "distributed.local_loss": True,
     "distributed.static_graph": True,
     "distributed.sync_bn": False,
     "optimizer.paged": False,
 }
+REMOVED = {**IN_DIGESTS, "resume.from": None}  # keys of old records, with their defaults
 REMOVED_CHOICES = {"optimizer.name": REMOVED_OPTIMIZERS}  # accepted in old records
 
 
@@ -51,9 +52,8 @@ def check(raw: dict, schema: type = Config, *, is_record: bool = False) -> Any:
     refuse them.
     """
     faults: list[str] = []
-    for group, _, name in (key.partition(".") for key in REMOVED if is_record):
-        if isinstance(raw, dict) and isinstance(raw.get(group), dict):
-            raw = {**raw, group: {key: v for key, v in raw[group].items() if key != name}}
+    for key in REMOVED if is_record else ():
+        raw = _without(raw, *key.split("."))
     legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
     if not faults and issubclass(schema, Config) and not retired_faults(config):
@@ -61,6 +61,14 @@ def check(raw: dict, schema: type = Config, *, is_record: bool = False) -> Any:
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def _without(raw: Any, name: str, *rest: str) -> Any:
+    """Nested plain data without a key, whose names are given from the outside in."""
+    if not isinstance(raw, dict) or name not in raw:
+        return raw
+    others = {key: value for key, value in raw.items() if key != name}
+    return {**others, name: _without(raw[name], *rest)} if rest else others
 
 
 def retired_faults(config: Config) -> list[str]:
@@ -100,17 +108,12 @@ def refuse_retired_model(config: Config) -> None:
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """All dotted keys of a schema, groups and leaves."""
     for f in fields(schema):
-        path = prefix + public_name(f.name)
+        path = prefix + f.name
         if is_dataclass(f.type):
             yield path
             yield from keys(f.type, path + ".")
         else:
             yield path
-
-
-def public_name(attribute: str) -> str:
-    """The config key of a dataclass attribute: `from` for `from_`, since it is a Python keyword."""
-    return attribute.removesuffix("_")
 
 
 def unknown_key(path: str, legal: Iterable[str]) -> str:
@@ -127,7 +130,7 @@ def unknown_key(path: str, legal: Iterable[str]) -> str:
 def allows(path: str, value: Any, schema: type = Config) -> bool:
     """Whether a key of a config may have a value; choices are not looked at."""
     name, _, rest = path.partition(".")
-    f = next(f for f in fields(schema) if public_name(f.name) == name)
+    f = next(f for f in fields(schema) if f.name == name)
     if rest:
         return allows(rest, value, f.type)
     kind, is_optional = _kind(f)
@@ -156,10 +159,10 @@ def require_values(config: dict) -> None:
 
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
-        inside = ", ".join(public_name(f.name) for f in fields(schema))
+        inside = ", ".join(f.name for f in fields(schema))
         faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected ({inside})")
         return None
-    names = {public_name(f.name): f for f in fields(schema)}
+    names = {f.name: f for f in fields(schema)}
     paths = {prefix + str(name): value for name, value in raw.items() if name not in names}
     unknown = [path for path, v in paths.items() if path not in REMOVED or v != REMOVED[path]]
     faults.extend(unknown_key(path, legal) for path in unknown)

@@ -134,7 +134,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     optimizer, autocast = f"optimizer={config.optimizer.name}", config.precision.autocast
     of_library, fsdp2 = config.optimizer.name in LIBRARIES, config.distributed.name == "fsdp2"
     recipes = [precision.recipe for precision in _precisions(config).values()]
-    recorder, initial = config.diagnostics.recorder.enabled, config.model.init_from
+    recorder = config.diagnostics.recorder.enabled
     sharded = "does not work with distributed=fsdp2, which shards the state; use ddp"
     conflicts = {
         f"{optimizer} {sharded}": of_library and fsdp2,
@@ -144,9 +144,6 @@ def _conflicts(config: Config) -> Iterator[str]:
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
         "for the rounding of 16-bit parameters; use bf16 or fp16": (
             of_library and autocast.startswith("pure_")
-        ),
-        "resume.from and model.init_from would both set the weights; leave one of them out": (
-            config.resume.from_ and initial
         ),
         "data.cache keeps decoded images, which data.augment=crop_flip cannot use; leave one of "
         "them out": config.data.cache and config.data.augment == "crop_flip",

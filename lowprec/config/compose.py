@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowprec.config.check import ConfigError, check, public_name, retired_faults
+from lowprec.config.check import ConfigError, check, retired_faults
 from lowprec.config.schema import MAPS, PRESETS, RETIRED, Config
 from lowprec.nearest import nearest
 
@@ -114,7 +114,7 @@ def defaults(schema: type) -> dict:
             return defaults(f.type)
         return f.default if f.default is not NO_DEFAULT else f.default_factory()
 
-    return {public_name(f.name): value(f) for f in fields(schema)}
+    return {f.name: value(f) for f in fields(schema)}
 
 
 def explain(entry: str, schema: type) -> str:
@@ -126,7 +126,7 @@ def explain(entry: str, schema: type) -> str:
 
     def lines(schema: type, values: dict, prefix: str) -> Iterator[str]:
         for f in fields(schema):
-            name = public_name(f.name)
+            name = f.name
             value, doc = values[name], f.metadata.get("doc", "")
             if prefix + name in RETIRED:
                 continue
@@ -344,7 +344,7 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
 
 def _groups(schema: type) -> set[str]:
     """Keys of a schema that choose a file of `conf/<key>/`."""
-    names = {public_name(f.name) for f in fields(schema) if is_dataclass(f.type)}
+    names = {f.name for f in fields(schema) if is_dataclass(f.type)}
     names |= {"experiment"} if issubclass(schema, Config) else set()
     return {name for name in names if (CONF / name).is_dir()}
 

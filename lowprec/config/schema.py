@@ -282,9 +282,8 @@ class LoggerConfig:
 
 @dataclass
 class ResumeConfig:
-    """Starting from the state of another run, and what a resume tolerates."""
+    """What a resume tolerates."""
 
-    from_: str | None = key(None, "run or checkpoint to start from", identity=False)
     allow_reshard: bool = key(False, "resume a stream with other ranks or workers", identity=False)
     allow_drift: bool = key(False, "resume although the code has changed", identity=False)
 

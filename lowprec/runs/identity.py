@@ -2,23 +2,12 @@
 
 import hashlib
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from lowprec.config.check import REMOVED, public_name
+from lowprec.config.check import IN_DIGESTS
 from lowprec.config.schema import Config, OptimizerConfig, PrecisionChangeConfig
-
-
-def to_dict(config: Any) -> dict:
-    """Returns a config (or one of its groups) as nested plain data, under its public names."""
-
-    def rename(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {public_name(name): rename(value) for name, value in node.items()}
-        return node
-
-    return rename(asdict(config))
 
 
 def identity(config: Any) -> dict:
@@ -31,7 +20,7 @@ def identity(config: Any) -> dict:
     for f in fields(config):
         if f.metadata.get("identity", True):
             value = getattr(config, f.name)
-            marked[public_name(f.name)] = identity(value) if is_dataclass(value) else value
+            marked[f.name] = identity(value) if is_dataclass(value) else value
     if not isinstance(config, Config):
         return marked
     if config.schedule.name == "constant":
@@ -46,7 +35,7 @@ def identity(config: Any) -> dict:
         del marked["data"]["scaled_decoding"]
     if config.precision_change == PrecisionChangeConfig():
         del marked["precision_change"]
-    for key, value in REMOVED.items():  # they keep the digests of old runs
+    for key, value in IN_DIGESTS.items():  # they keep the digests of old runs
         group, _, name = key.partition(".")
         marked[group][name] = value
     return marked

@@ -22,7 +22,7 @@ from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config
 from lowprec.data.sources import without_secrets
 from lowprec.runs import durable
-from lowprec.runs.identity import directory, label, to_dict
+from lowprec.runs.identity import directory, label
 from lowprec.runs.read import ENDED, RecordFileError, read_file, read_status
 from lowprec.train.preflight import preflight, process_faults
 
@@ -208,7 +208,7 @@ def plan_runs(
         place = str(directory(config, sources[opened]).relative_to(config.run_dir))
         train = f"data.train={without_secrets(config.data.train)}"
         public = [train if text.startswith("data.train=") else text for text in run.overrides]
-        runs.append(PlannedRun(-1, label(config), place, public, to_dict(config)))
+        runs.append(PlannedRun(-1, label(config), place, public, asdict(config)))
     return runs
 
 

@@ -72,11 +72,8 @@ def _has_weights(source: Path) -> bool:
 
 
 def _folder_faults(config: Config) -> list[str]:
-    """Folders that a run reads its state from or writes its record to; none is made."""
+    """Folders that a run writes to; none is made."""
     faults = []
-    if config.resume.from_ and not os.path.isdir(config.resume.from_):
-        near = nearest_path(config.resume.from_)
-        faults.append(f"resume.from={config.resume.from_}: no such run or checkpoint{near}")
     for key, folder in (("run_dir", config.run_dir), ("data.cache", config.data.cache)):
         if folder is not None and (fault := _write_fault(Path(folder))):
             faults.append(f"{key}={folder[:200]}: {fault}; choose another folder")

@@ -26,20 +26,20 @@ from lowprec.data.workers import ignored_child_signals
 from lowprec.diagnostics.spikes import protocol_of
 from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.runs import durable
-from lowprec.runs.attempts import CheckpointError, first_step
+from lowprec.runs.attempts import first_step
 from lowprec.runs.environment import environment
-from lowprec.runs.identity import directory, identity, to_dict
+from lowprec.runs.identity import directory, identity
 from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.record import NullRecord, Record
-from lowprec.train.build import Built, build, is_slow, pick_device
-from lowprec.train.checkpoint import find_checkpoint, keep_weights, list_checkpoints
+from lowprec.train.build import build, is_slow, pick_device
+from lowprec.train.checkpoint import keep_weights
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.failures import fail, watched
 from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
 from lowprec.train.metrics import Ended
 from lowprec.train.signals import StopRequest, stop_request
-from lowprec.train.sources import checkpoint_digest, sources_of
+from lowprec.train.sources import sources_of
 
 
 def train_run(
@@ -126,7 +126,7 @@ def _attempt(
     world: Ranks,
     progress: Progress,
 ) -> tuple[Ended, Logger]:
-    plain = to_dict(config)
+    plain = asdict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
     world.first(lambda: _begin_record(config, plain, sources, record, world))
     progress.doing("building")
@@ -140,8 +140,6 @@ def _attempt(
     optimizer = built.state.optimizer
     if world.is_first and isinstance(optimizer, LibraryOptimizer) and (text := optimizer.summary()):
         print(text)
-    if config.resume.from_ and not list_checkpoints(record.run):
-        _load_weights(built, sources)
     logger = Logger(config.logger.name if world.is_first else "none", record.run, plain)
     provenance = {
         "config": identity(config),
@@ -178,21 +176,3 @@ def _begin_record(
     started |= {"deterministic": config.deterministic, "sources": sources, **facts}
     record.append("attempts", [started | begins | {"processes": world.size}])
     record.status("running")
-
-
-def _load_weights(built: Built, sources: dict[str, str]) -> None:
-    """Loads the weights and moments of `resume.from`, unless they have changed since `sources`."""
-    source = built.config.resume.from_
-
-    def find() -> str:
-        checkpoint = find_checkpoint(Path(source))
-        if checkpoint_digest(checkpoint) != sources["resume_from"]:
-            raise CheckpointError(
-                f"resume.from={source}: it is still being trained, and {checkpoint.name} is newer; "
-                "wait until it ends, or name one of its checkpoints"
-            )
-        return str(checkpoint)
-
-    checkpoint = Path(built.world.first(find))
-    built.world.together(lambda: built.state.load(checkpoint, fresh=True))
-    print(f"weights and moments start from {checkpoint}")

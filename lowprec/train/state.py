@@ -95,13 +95,12 @@ class TrainState:
         """Whether this rank writes a tensor: its rows of a sharded one; rank 0 the others."""
         return local(tensor).numel() > 0 if isinstance(tensor, DTensor) else self.world.is_first
 
-    def load(self, folder: Path, *, fresh: bool = False, model_only: bool = False) -> None:
+    def load(self, folder: Path, *, model_only: bool = False) -> None:
         """Loads what `files` returned; CheckpointError if a tensor's name or shape differs.
 
         Weights may have another dtype, moments may not. ZClip or SkipStep begins anew if the saved
-        run did not use it. `fresh`: loads it as the beginning of another run, without the random
-        state, the count of skips and, if it is of another kind, the loss scaler. `model_only`:
-        leaves the optimizer, of which nothing need be saved, and a scaler of another kind alone.
+        run did not use it. `model_only`: leaves the optimizer, of which nothing need be saved, the
+        count of skips and a scaler of another kind alone.
         """
         own = self._tensors()
         if model_only:
@@ -117,14 +116,12 @@ class TrainState:
         for kind, tensors in own.items():
             for name, tensor in tensors.items():
                 local(tensor).copy_(local(saved[kind][name]))
-        is_other_run = fresh or model_only
-        if not is_other_run or set(state["scaler"]) == set(self.scaler.state_dict()):
+        if not model_only or set(state["scaler"]) == set(self.scaler.state_dict()):
             self.scaler.load_state_dict(state["scaler"])
-        if not fresh:
-            _set_random_state(folder)
+        _set_random_state(folder)
         if not model_only:
             self.optimizer.steps = state["steps"]
-        for name in () if is_other_run else NUMBERS:
+        for name in () if model_only else NUMBERS:
             setattr(self, name, state.get(name, getattr(self, name)))  # old runs lack new ones
 
 

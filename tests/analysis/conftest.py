@@ -1,5 +1,6 @@
 import errno
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from lowprec.config.schema import (
     PrecisionConfig,
     WarningConfig,
 )
-from lowprec.runs.identity import directory, to_dict
+from lowprec.runs.identity import directory
 from lowprec.runs.read import encode_row
 from lowprec.runs.record import Record
 
@@ -109,7 +110,7 @@ def make_run(
     )
     run = directory(config, {"data": data})
     record = Record(run)
-    (run / "config.yaml").write_text(yaml.dump(to_dict(config), Dumper=DUMPER, sort_keys=False))
+    (run / "config.yaml").write_text(yaml.dump(asdict(config), Dumper=DUMPER, sort_keys=False))
     record.append("attempts", [{"attempt": 0, "sources": {"data": data}, "gpu": gpu}])
     write_record(record, config, **written)
     record.close()

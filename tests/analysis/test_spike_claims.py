@@ -1,6 +1,7 @@
 """Tests the claims about loss spikes (C9 to C12) on runs with planted spikes."""
 
 import itertools
+from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,6 @@ from lowprec.config.schema import (
     ScalerConfig,
     SpikeConfig,
 )
-from lowprec.runs.identity import to_dict
 from tests.analysis.conftest import spiking
 from tests.analysis.test_claims import FAILED, HELD, one
 
@@ -214,7 +214,7 @@ def test_levels_of_a_cause_are_those_of_its_study_and_of_the_one_it_extends(caus
     for study in (cause.studies[0], "stability"):
         words = [f"experiment={study}_mini", "data.train=-", "data.val=-"]
         runs = compose_command(words, multirun=True)[: None if study == cause.studies[0] else 1]
-        levels |= {flatten(to_dict(run.config))[cause.key] for run in runs}
+        levels |= {flatten(asdict(run.config))[cause.key] for run in runs}
     assert list(cause.levels) == sorted(levels, key=order)
 
 

@@ -1,14 +1,13 @@
 """Tests the check of every schema field; test_compose.py tests whole commands."""
 
 import math
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 
 import pytest
 
-from lowprec.config.check import ConfigError, check, keys, public_name
+from lowprec.config.check import ConfigError, check, keys
 from lowprec.config.schema import LEGAL_SCALERS, Config
 from lowprec.nearest import nearest
-from lowprec.runs.identity import to_dict
 
 GOOD = {"data": {"train": "train.tar", "val": "val.tar"}}
 
@@ -16,7 +15,7 @@ GOOD = {"data": {"train": "train.tar", "val": "val.tar"}}
 def leaves(schema, prefix=""):
     """(dotted key, field) of every key that is no group."""
     for f in fields(schema):
-        path = prefix + public_name(f.name)
+        path = prefix + f.name
         yield from leaves(f.type, path + ".") if is_dataclass(f.type) else [(path, f)]
 
 
@@ -116,7 +115,7 @@ def test_a_scaler_is_accepted_with_its_legal_dtypes_only(autocast, scaler):
 def test_a_config_survives_a_round_trip_through_plain_data():
     change = {"step": 5, "recipe": None, "autocast": "fp32"}
     config = check({**nested("data.resampled", True), "seed": 3, "precision_change": change})
-    assert check(to_dict(config)) == config
+    assert check(asdict(config)) == config
 
 
 @pytest.mark.parametrize("width", [1, 65, 1000])

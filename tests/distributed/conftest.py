@@ -5,11 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-from lowprec.runs.identity import to_dict
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +65,6 @@ def ranks(server, tmp_path_factory):
 def make(tiny_config, tmp_path_factory):
     """`make({"optimizer.lr": 1e-3, ...})`: a tiny config with some keys changed, as plain data."""
     folder, short = tmp_path_factory.mktemp("runs"), {"num_steps": 6, "log_every": 2}
-    return lambda changes=None: to_dict(
+    return lambda changes=None: asdict(
         tiny_config(folder, {**short, "save_every": 3, **(changes or {})})
     )

@@ -40,10 +40,7 @@ STOCHASTIC = {
 
 @pytest.fixture(scope="module")
 def finished(ranks, make, once):
-    """Runs by name: of one process; of two; of two, then one, then two, from the same directory.
-
-    And runs begun from the ends of those, of two processes of the other kind.
-    """
+    """Runs by name: of one process; of two; of two, then one, then two, from the same directory."""
     folder = once("of_ranks", functools.partial(train_all, ranks, make))
     return {path.parent.name: path for path in find_runs(folder)}
 
@@ -65,10 +62,6 @@ def train_all(ranks, make, folder):
         assert answer["codes"] == [0] * size, answer["logs"]
         return answer
 
-    def begun(kind, source):
-        [run] = find_runs(f"{folder}/{source}")
-        return quiet("begun", kind, 2, {"resume.from": str(run)})
-
     def stochastic(name, steps):
         return quiet(f"stochastic_{name}", "ddp", steps, STOCHASTIC)
 
@@ -85,9 +78,7 @@ def train_all(ranks, make, folder):
     train(2, [stochastic("whole", 4), stochastic("parts", 2)])
     assert "finished at step 6" in answer["logs"][0] and not answer["logs"][1]
     train(1, [config_of("one", "none", 6), *others("none"), *changing(4)])
-    branches = [begun("ddp", "two_fsdp2"), begun("fsdp2", "two_ddp")]
-    train(2, [stochastic("parts", 4), *changing(6), *branches])
-    train(1, [begun("none", "one")])
+    train(2, [stochastic("parts", 4), *changing(6)])
 
 
 def assert_close_records(a, b):
@@ -146,15 +137,6 @@ def test_muon_in_several_processes_follows_that_of_one(finished):
     for x, y in zip(*rows, strict=True):
         assert x["loss"] == pytest.approx(y["loss"], rel=1e-3)  # it multiplies in bfloat16
         assert x["clipped_grad_norm"] == pytest.approx(y["clipped_grad_norm"], rel=1e-2)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_run_branched_from_the_other_kind_equals_that_of_one_process(finished, kind):
-    status = read_status(finished[f"begun_{kind}"])
-    assert (status["state"], status["step"]) == ("finished", 2)
-    assert_close_records(finished["begun_none"], finished[f"begun_{kind}"])
-    first = [read_rows(finished[name] / "metrics.jsonl")[0] for name in ("one", f"begun_{kind}")]
-    assert first[1]["loss"] < first[0]["loss"] - 0.1  # of the same batch: not from the start
 
 
 def test_a_sharded_checkpoint_has_the_moments_by_rank_and_the_model_whole(finished):

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -16,7 +17,6 @@ from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.compose import compose_command
 from lowprec.diagnostics.spikes import Protocol
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import encode_row, read_rows
 from lowprec.train import build as building
 
@@ -242,7 +242,7 @@ def test_without_changes_data_optimizer_and_numerics_are_suspects(make_config):
         {"precision.recipe": "switchback"},
         {"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0},
     ):
-        trained = to_dict(make_config(changes))
+        trained = asdict(make_config(changes))
         for variant in suspects(trained):
             [one] = compose_command(variant, "replay", ReplayedConfig, base=trained)
             assert one.config != check(trained, ReplayedConfig)

@@ -1,11 +1,12 @@
 """Shards and configs that try to run something: nothing is executed, each is refused or ignored."""
 
+from dataclasses import asdict
+
 import pytest
 
 from analysis import load_runs
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_config
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.preflight import preflight
@@ -85,7 +86,7 @@ def test_config_of_a_run_directory_is_data_to_figures_and_to_evaluation(trained,
 
 def test_interpolation_in_the_config_of_a_run_is_text(tmp_path, make_config, monkeypatch):
     monkeypatch.setenv("CANARY", "a secret")
-    plain = {**to_dict(make_config()), "name": "${oc.env:CANARY}"}
+    plain = {**asdict(make_config()), "name": "${oc.env:CANARY}"}
     (tmp_path / "config.yaml").write_text(repr(plain).replace("None", "null"))
     (tmp_path / "status.json").write_text("{}")
     assert read_config(tmp_path).name == "${oc.env:CANARY}"

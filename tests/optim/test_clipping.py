@@ -126,7 +126,7 @@ def test_a_policy_begins_anew_only_where_the_saved_run_had_none(make_config, run
     built.state.load(list_checkpoints(tmp_path / "run")[-1])
     assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
     run_once(make_config(ZCLIP | {"num_steps": 3}), tmp_path / "zclip")
-    built.state.load(list_checkpoints(tmp_path / "zclip")[-1], fresh=True)
+    built.state.load(list_checkpoints(tmp_path / "zclip")[-1])
     assert built.state.optimizer.clip_norm.count == 3
 
 

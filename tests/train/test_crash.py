@@ -14,11 +14,11 @@ import shutil
 import signal
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import newest_checkpoint
 from tests.distributed.conftest import Server
@@ -83,7 +83,7 @@ def make(make_config, shard, tmp_path):
 
     def make(name, changes=None):
         changes = {**SETTINGS, "data.train": str(shard), **(changes or {})}
-        config = to_dict(make_config({**changes, "run_dir": str(tmp_path / name)}))
+        config = asdict(make_config({**changes, "run_dir": str(tmp_path / name)}))
         config["data"]["val"] = None
         return config
 

@@ -2,12 +2,12 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
 from analysis import spikes
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import read_rows
 from lowprec.train.metrics import non_finite_rule
 
@@ -71,7 +71,7 @@ def test_a_short_run_has_spikes_by_default(make_config, run_once, shaken, tmp_pa
     run_once(config, tmp_path / "run", spoil=shaken((8, 9, 120, 121)))
     losses = [event["step"] for event in spikes_of(tmp_path / "run") if event["spike"] == "loss"]
     assert losses == [120]  # the first 12 steps, a tenth, are ignored
-    (tmp_path / "run/config.yaml").write_text(json.dumps(to_dict(config)))
+    (tmp_path / "run/config.yaml").write_text(json.dumps(asdict(config)))
     spikes.main(["--run", str(tmp_path / "run")])
     out = capsys.readouterr().out
     assert "1 loss spike and" in out

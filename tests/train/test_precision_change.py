@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -14,7 +15,6 @@ from experiments.replay import main as replay_main
 from experiments.replay_steps import Replayer
 from lowprec.config.check import ConfigError
 from lowprec.nn.linear import LowPrecisionLinear
-from lowprec.runs.identity import to_dict
 from lowprec.runs.read import find_runs, read_config, read_rows
 from lowprec.train import build as building
 from lowprec.train import loop
@@ -83,7 +83,7 @@ def test_a_change_is_two_runs_in_a_row(config_of, make_config, run_once, tmp_pat
 def test_replays_take_the_recipe_of_the_step(config_of, run_once, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     run_once(config_of("to high"), run)
-    fp32 = list(suspects(to_dict(read_config(run))))[-1]
+    fp32 = list(suspects(asdict(read_config(run))))[-1]
     assert fp32[2:] == ["precision_change.step=null", "precision_change.recipe=null"]
     for step, changes in ((6, fp32), (7, ["precision=mxfp8"])):  # from before and after it
         replay_main(ReplayConfig(str(run), step, 2, perturbed=0), list(changes))

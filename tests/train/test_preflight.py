@@ -1,6 +1,7 @@
 """Faults that the machine makes of a config."""
 
 import importlib.util
+from dataclasses import asdict
 
 import pytest
 
@@ -8,7 +9,6 @@ from experiments.benchmarks.configs import BENCHMARKS
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import REMOVED_OPTIMIZERS, WARNING_ACTIONS, Config
-from lowprec.runs.identity import to_dict
 from lowprec.train.preflight import preflight
 from lowprec.train.run import train_run
 
@@ -36,4 +36,4 @@ def test_a_run_with_what_was_removed_is_evaluated_but_not_trained(key, value, ma
         train_run(config)
     for entry, schema in (("train", Config), ("benchmarks step", BENCHMARKS["step"])):
         with pytest.raises(ConfigError, match=fault):
-            compose_command([], entry, schema, base=to_dict(config))
+            compose_command([], entry, schema, base=asdict(config))
