@@ -44,7 +44,6 @@ BELONGS = {  # varied setting: those that change with it
     "optimizer.name": (
         *CLIPPING,
         *("optimizer.min_8bit_size", "optimizer.override_32bit"),
-        "optimizer.stable_embedding",
     ),
     "optimizer.on_warning.action": tuple(key for key in KEY if "on_warning." in key),
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.entry import run_command, score_text
-from lowprec.config.check import ConfigError, refuse_retired_model
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
 from lowprec.runs.attempts import step_of
@@ -63,7 +63,6 @@ def main(config: EvaluateConfig) -> None:
     """Builds the run's model, loads its newest checkpoint and evaluates it."""
     run = Path(config.run)
     trained = read_config(run)
-    refuse_retired_model(trained)
     trained = evaluated_config(trained, config)
     if trained.evaluation.name == "none":
         raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])

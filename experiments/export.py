@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from experiments.entry import run_command
 from experiments.evaluate import EvaluatedPrecision
-from lowprec.config.check import ConfigError, refuse_retired_model
+from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
 from lowprec.runs.attempts import step_of
@@ -74,7 +74,6 @@ def export(source: Path, out: Path, precision: EvaluatedPrecision) -> None:
 
     if precision.recipe == "int8_inference":
         trained = read_config(source)
-        refuse_retired_model(trained)
         trained.precision.autocast = precision.autocast or trained.precision.autocast
         model = build_model(trained.model, trained.intervention.name)
         set_parameter_dtype(model, trained.precision.autocast)
@@ -96,7 +95,6 @@ def export(source: Path, out: Path, precision: EvaluatedPrecision) -> None:
         print(f"{out}: {len(state)} tensors")
         return
     trained = read_config(run)
-    refuse_retired_model(trained)
     sizes = model_config(trained.model, trained.intervention.name)
     write_folder(state, sizes, out, **facts)
     print(f"{out}: {len(state)} tensors")

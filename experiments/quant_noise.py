@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.measure import Lines
-from lowprec.config.check import RunError, refuse_retired_model
+from lowprec.config.check import RunError
 from lowprec.data.open import open_data
 from lowprec.formats import parse_format
 from lowprec.nn.linear import fake_quantize_operands
@@ -47,7 +47,6 @@ def capture(
     Raises ConfigError or RunError if the run cannot be loaded or no layer matches.
     """
     trained = read_config(run)
-    refuse_retired_model(trained)
     trained.device, trained.num_workers = device, 0
     trained.compile = trained.checkpointing = False
     trained.evaluation.name = trained.logger.name = "none"

@@ -92,7 +92,6 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     if not any(run.glob("*/step_*")):
         raise RunError(f"{run} has no checkpoint or snapshot, so it cannot be replayed")
     trained["run_dir"], trained["model"]["init_from"] = str(run), None
-    trained["remote_sync"] = None  # an old run may name one
     trained["evaluation"]["name"] = trained["logger"]["name"] = "none"
     recorded = pd.Series({row["step"]: row["loss"] for row in scan_rows(run / "metrics.jsonl")[0]})
     if config.step not in recorded:

@@ -27,8 +27,14 @@ IN_DIGESTS = {  # keys of old records, with the value that digests of runs conta
     "distributed.static_graph": True,
     "distributed.sync_bn": False,
     "optimizer.paged": False,
+    "optimizer.stable_embedding": False,
 }
-REMOVED = {**IN_DIGESTS, "resume.from": None}  # keys of old records, with their defaults
+REMOVED = {  # keys of old records, with their defaults
+    **IN_DIGESTS,
+    "profile": False,
+    "remote_sync": None,
+    "resume.from": None,
+}
 REMOVED_CHOICES = {"optimizer.name": REMOVED_OPTIMIZERS}  # accepted in old records
 
 
@@ -82,27 +88,7 @@ def retired_faults(config: Config) -> list[str]:
             "optimizer.on_warning was removed, because no action helped much; action=clip was "
             "optimizer=stable_adamw with optimizer.clip_threshold=2.3"
         )
-    if rule.stable_embedding:
-        faults.append(
-            "optimizer.stable_embedding was removed; use "
-            "optimizer.override_32bit=['*token_embedding'] for its 32-bit moments"
-        )
-    if config.remote_sync is not None:
-        faults.append(
-            "remote_sync was removed; lowprec/train/README.md has a command that copies run_dir"
-        )
     return faults
-
-
-def refuse_retired_model(config: Config) -> None:
-    """Raises ConfigError if the weights of an old record fit no model that can still be built."""
-    if config.optimizer.stable_embedding:
-        raise ConfigError(
-            [
-                "the run was trained with optimizer.stable_embedding, which was removed: neither "
-                "open_clip nor this version has the layer norm of its token embedding"
-            ]
-        )
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -26,7 +26,7 @@ LOGGERS = {  # and the packages that they need
     "trackio": "trackio",
 }
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao", "adagc", "stable_spam")
-RETIRED = ("optimizer.on_warning", "optimizer.stable_embedding", "remote_sync")  # of old records
+RETIRED = ("optimizer.on_warning",)  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",
@@ -170,7 +170,6 @@ class OptimizerConfig:
     optim_bits: int = key(32, "bits of a moment of adamw or stable_adamw", choices=(8, 32))
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
-    stable_embedding: bool = key(False, "removed; of old records")
     lr_scale: dict[str, float] | None = key(
         None, "learning rate factors, {image: 0.1}, {'visual.conv*': 0}; 0: locked", least=0
     )
@@ -304,7 +303,6 @@ class Config:
     compile: bool = key(False, "compile every block with torch.compile")
     checkpointing: bool = key(False, "recompute activations in the backward pass")
     deterministic: bool = key(False, "use only bit-reproducible kernels", identity=False)
-    profile: bool = key(False, "write a profiler trace of a few steps", identity=False)
     run_dir: str = key("runs", "folder that holds the run directories", identity=False)
     log_every: int = key(20, "steps between writes of the record", least=1, identity=False)
     eval_every: int = key(0, "steps between evaluations; 0: only at the end", least=0)
@@ -312,7 +310,6 @@ class Config:
     keep_checkpoints: int | None = key(
         None, "number to keep; null: 2, then only the final weights", least=2, identity=False
     )
-    remote_sync: str | None = key(None, "removed; of old records", identity=False)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -3,9 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lowprec.data.loader import Batch
@@ -19,8 +17,6 @@ from lowprec.train.metrics import Ended, MetricsBuffer, is_due
 from lowprec.train.signals import StopRequest, StopWaiting
 from lowprec.train.snapshots import SnapshotRecorder
 from lowprec.train.step import GraphedStep, TrainStep, can_capture
-
-SKIPPED, WARMED, TRACED = 3, 2, 3  # steps before the trace, while it warms up, and in it
 
 
 class Progress:
@@ -39,24 +35,6 @@ class Progress:
 
     def close(self) -> None:
         """The attempt has ended, possibly with an error."""
-
-
-def start_tracer(enabled: bool, run: Path, attempt: int) -> Callable[[], None]:
-    """Starts a trace of a few steps, if enabled; returns a function to call after each step.
-
-    The Chrome trace goes to `traces/<attempt>.json` of the run. An attempt that ends before
-    SKIPPED + WARMED + TRACED steps leaves none.
-    """
-    if not enabled:
-        return lambda: None
-    path = run / "traces" / f"{attempt:04d}.json"
-    path.parent.mkdir(exist_ok=True)
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=SKIPPED, warmup=WARMED, active=TRACED, repeat=1),
-        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
-    )
-    profiler.start()
-    return profiler.step
 
 
 class Stepper:
@@ -139,7 +117,6 @@ def _train(
     snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world.is_first)
     snapshots.begin(first - 1)
     take_step = Stepper(built)
-    trace_step = start_tracer(config.profile and world.is_first, record.run, record.attempt)
     evaluation = built.evaluation()
 
     def evaluate() -> dict:
@@ -169,7 +146,6 @@ def _train(
         progress.at(step)
         metrics.append(step, take_step(step, batch))
         metrics.append_blocks(step, batch)
-        trace_step()
         is_last = step == config.num_steps
         stopping = world.stop_consensus(stop.number)
         evaluating = evaluation is not None and (is_last or is_due(step, config.eval_every))

@@ -79,13 +79,19 @@ def test_an_unknown_choice_is_refused_with_the_list_of_choices():
             assert all(str(choice).lower() in fault.lower() for choice in choices)
 
 
-def test_a_removed_key_is_dropped_in_a_record_and_elsewhere_with_its_old_default():
-    assert check(nested("distributed.gather_with_grad", True)) == check(GOOD)
-    (fault,) = faults_of(nested("distributed.gather_with_grad", False))
-    assert fault.startswith("distributed.gather_with_grad: no such key")
-    record = nested("distributed.gather_with_grad", False)
+@pytest.mark.parametrize(
+    ("key", "default", "other"),
+    [("distributed.gather_with_grad", True, False), ("remote_sync", None, "s3://bucket")],
+)
+def test_a_removed_key_is_dropped_in_a_record_and_elsewhere_with_its_old_default(
+    key, default, other
+):
+    assert check(nested(key, default)) == check(GOOD)
+    (fault,) = faults_of(nested(key, other))
+    assert fault.startswith(f"{key}: no such key")
+    record = nested(key, other)
     assert check(record, is_record=True) == check(GOOD)
-    assert record == nested("distributed.gather_with_grad", False)
+    assert record == nested(key, other)
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one():

@@ -72,7 +72,7 @@ BAD = {  # command: parts of its message
     "optimizer=muon optimizer.zclip=2 optimizer.clip_norm=1": (
         "optimizer.clip_norm, optimizer.zclip: only one of them can be set",
     ),
-    "optimizer.stable_embedding=true": ("optimizer.stable_embedding was removed",),
+    "optimizer.stable_embedding=true": ("optimizer.stable_embedding: no such key",),
     "data.val=null": ("evaluation=zero_shot needs data.val", "evaluation=none"),
     # models
     "model.image_size=30": ("model.image_size=30", "patch_size=8", "nearest: model.image_size=32"),
@@ -107,7 +107,7 @@ GOOD = {  # command: number of runs
     "model=open_clip model.name=ViT-B-16 intervention=kq_norm model.patch_dropout=0.5": 1,
     'data=shards data.train="a-{0..9}.tar" data.val=b.tar': 1,
     "-m seed=range(1,4) optimizer.beta2=0.9,0.95": 6,
-    "-m distributed=ddp,fsdp2 accumulate=1,4 profile=true": 4,
+    "-m distributed=ddp,fsdp2 accumulate=1,4 compile=true": 4,
     "-m experiment=loss_curves_demo optimizer=adamw seed=1,2": 6,
     "-m hydra/launcher=submitit_slurm hydra.launcher.comment=${hydra.job.name} seed=1,2": 2,
     "-m experiment=fp8_fixes_mini intervention=zero_init": 3,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from experiments import evaluate, export, quant_noise
+from experiments import evaluate, export
 from experiments.evaluate import ChosenEvaluation, EvaluateConfig
 from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
@@ -101,21 +101,6 @@ def test_a_folder_needs_a_run(exported):
     export.main(ExportConfig("runs/plain", "w.safetensors"))
     with pytest.raises(SystemExit, match="a folder needs a run"):
         export.main(ExportConfig("w.safetensors", "folder"))
-
-
-def test_a_run_of_a_removed_layer_is_refused_with_its_name(exported):
-    config = Path("runs/plain/config.yaml")
-    text = config.read_text()
-    assert '"stable_embedding": false' in text
-    config.write_text(text.replace('"stable_embedding": false', '"stable_embedding": true'))
-    for command in (
-        lambda: export.main(ExportConfig("runs/plain", "folder")),
-        lambda: evaluate.main(EvaluateConfig("runs/plain", device="cpu")),
-        lambda: quant_noise.capture(Path("runs/plain"), "cpu"),
-    ):
-        with pytest.raises(ConfigError, match="trained with optimizer.stable_embedding, which was"):
-            command()
-    assert not Path("folder").exists()
 
 
 def test_an_export_overwrites_nothing(exported):
