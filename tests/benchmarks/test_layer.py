@@ -1,9 +1,11 @@
 """The benchmark of a layer on tiny sizes; wrong numbers get no time."""
 
 import pytest
+import torch
 
 from experiments.benchmarks import layer as bench_layer
 from experiments.benchmarks.configs import MODES, OURS, LayerConfig
+from experiments.benchmarks.peers import LINEAR_PEERS, LinearPeer
 from lowprec.nn.linear import LowPrecisionLinear
 
 
@@ -50,3 +52,12 @@ def test_ours_is_also_a_graph_on_a_gpu(measure):
     lines = measure(**sizes, cases=["switchback"], modes=list(MODES))
     times = {(line["case"], line["mode"]) for line in lines}
     assert times == {(case, mode) for case in ("linear", "switchback") for mode in MODES}
+
+
+def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkeypatch):
+    plain = LinearPeer(torch.nn.Sequential, like="switchback_q", compiled=False)
+    monkeypatch.setitem(LINEAR_PEERS, "torchao_fp8_rowwise", plain)
+    lines = measure(cases=["torchao_fp8_rowwise", "switchback"])
+    [skipped] = [line for line in lines if line["case"] == "torchao_fp8_rowwise"]
+    assert skipped["correct"] is False and skipped["ms"] is None
+    assert any(line["ms"] for line in lines if line["case"] == "switchback")

@@ -299,3 +299,18 @@ def test_a_run_submitted_again_while_it_is_being_cancelled_is_trained_once(sweep
     sweeps.end()
     assert sweeps.names() == ["finished"]
     assert sweeps.starts() == [2]
+
+
+def test_a_later_submission_changes_no_gpus_of_runs_that_wait(sweeps, here, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    waits = 'echo "$CUDA_VISIBLE_DEVICES" > "gpu-$2"; until [ -e go ]; do sleep 0.02; done\n'
+    sweeps.make(5, waits + sweeps.script)
+    sweeps.submit([0, 1], gpus=2, parallel=4)
+    sweeps.until((here / "gpu-0").exists)
+    sweeps.submit([2, 3, 4], gpus=1, parallel=4, runs_per_gpu=2)
+    time.sleep(1.5)  # longer than between two looks at the plan
+    assert not list(here.glob("gpu-[1-4]"))  # run 0 shares its GPUs with none
+    (here / "go").touch()
+    sweeps.end()
+    alone = [(here / f"gpu-{i}").read_text().strip() for i in range(5)]
+    assert alone[:2] == ["4,5", "4,5"] and all(gpus in ("4", "5") for gpus in alone[2:])
