@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
+from lowprec.nn.attention import Attention
 from lowprec.nn.blocks import find_blocks
 from tests.nn.models import MODELS, clip, clip_loss, images, pair, timm
 
@@ -207,3 +208,13 @@ def test_report_names_layers_outside_of_blocks_and_foreign_attention():
         "    16 bit, not in `where`: attn_pool.proj, attn_pool.mlp.fc2",
         "  attention: 12 Attention kept, 1 AttentionPoolLatent kept",
     ]
+
+
+def test_attention_masks_causally_only_in_the_text_tower():
+    model = CLIP.build().train()
+    expected = CLIP.gradients(model)
+    prepare_for_training(model, "high", compile=False)
+    towers = (model.visual, model.transformer)
+    modules = [[m for m in tower.modules() if isinstance(m, Attention)] for tower in towers]
+    assert [[m.causal for m in tower] for tower in modules] == [[False] * 2, [True] * 2]
+    assert_near(CLIP.gradients(model), expected)

@@ -161,3 +161,11 @@ def test_a_line_break_in_a_flag_adds_no_line_to_the_batch_script(cluster, sweeps
     with pytest.raises(SlurmError, match="partition='low.ntouch' has a character that cannot be"):
         sweeps.submit(**LAUNCHER | {"partition": "low\ntouch"})
     assert not shim.calls("sbatch") and not list(sweeps.folder.glob("slurm/*"))
+
+
+def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
+    plan = sweeps.make(2)
+    plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})
+    monkeypatch.setattr(sweep.local, "start", lambda *_: pytest.fail("started"))
+    sweeps.submit([1], **LAUNCHER)
+    assert sweeps.names() == ["lost", "queued"]
