@@ -175,11 +175,11 @@ class PlainStep:
             rms_t, update = stable_adamw_update(param, grad, *moments, values, mean_square, lost)
             for codes, moment in zip(coded, moments, strict=False):
                 quantize_(*codes, moment, values.apply)
-            rms.append(rms_t)
+            rms.append(rms_t.float())
             sums.append(StepSums.of(moments[1], update, param))
         return torch.stack(rms), self.shards.totals(StepSums, sums)
 
     def _mean_square(self, i: int, size: Tensor, x: Tensor) -> Tensor:
-        """Mean of the squares of the i-th tensor, of which `x` may be a shard; float32."""
-        square_sum = torch.linalg.vector_norm(x).square().float()
+        """Mean of the squares of the i-th tensor, of which `x` may be a shard."""
+        square_sum = torch.linalg.vector_norm(x).square()
         return self.shards.sum_one(i, square_sum) / size

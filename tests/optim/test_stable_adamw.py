@@ -73,6 +73,13 @@ def test_our_optimizer_follows_the_stored_trajectory(name, device):
         assert actual == pytest.approx(right, rel=1e-5), step
 
 
+@pytest.mark.parametrize("name", GOLDEN)
+def test_float64_parameters_are_updated_and_clipped_in_float64(name):
+    stored = read(name)
+    path = run_optimizer(lambda params: StableAdamW(params, **stored["options"], **COMMON))
+    assert_path(path, stored["values"], 1e-10)
+
+
 def test_torch_adamw_follows_the_stored_trajectory_without_clipping():
     path = run_optimizer(lambda params: torch.optim.AdamW(params, eps=1e-8, **COMMON))
     assert_path(path, read("adamw")["values"], 1e-10)
