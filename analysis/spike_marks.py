@@ -311,14 +311,11 @@ def count_following(series: Series, rms: np.ndarray, protocol: Protocol) -> dict
 
 
 def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
-    """One row per tensor, the most followed first: `count_following`, largest RMS_t and rho."""
-    rows = []
-    rho = relative_rms(series.rms, series.beta2)[protocol.ignore_steps :]
-    for i, name in enumerate(series.rms):
-        rms = series.rms[name].to_numpy(float)
-        largest = np.fmax.reduce(rms[protocol.ignore_steps :], initial=np.nan)
-        largest = {"max_rms": largest, "max_rho": np.fmax.reduce(rho[:, i], initial=np.nan)}
-        rows.append({"tensor": name, **count_following(series, rms, protocol), **largest})
+    """One row per tensor, the most followed first: `count_following`."""
+    rows = [
+        {"tensor": name, **count_following(series, series.rms[name].to_numpy(float), protocol)}
+        for name in series.rms
+    ]
     rows.sort(key=lambda row: (-row["num_following"], row["p_value"]))
     return pd.DataFrame(rows)
 
