@@ -55,6 +55,7 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     if FAMILY.get((one, other)) == test:
         p, num_tests = evidence.holm(_p_values(records, model))[one, other], len(FAMILY)
         also = " by Holm's correction for four tests"
+    also = f" for equality{also}" if how == WORSE else also
     ours += f"; {naming.model(model)}: p = {p:.2g}{also}"
     sample = Sample.of(values, TWO_ONE_SIDED)
     is_below = sample.high < (0 if how == HIGHER else -LOG_MARGIN)
