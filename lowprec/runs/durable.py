@@ -46,13 +46,12 @@ def append(path: Path, rows: Iterable[bytes]) -> None:
         raise DiskError(path, error) from error
 
 
-def write(path: Path, *chunks: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     """Writes a new file and syncs it to disk."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            for chunk in chunks:
-                _write_whole(descriptor, chunk)
+            _write_whole(descriptor, data)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

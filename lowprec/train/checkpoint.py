@@ -124,9 +124,9 @@ def save_checkpoint(
     """Commits `<folder>/step_<step>`, then removes all but the newest `keep` checkpoints there.
 
     `offsets`: lengths of the record's files, to which a resume cuts them back. `provenance`: what
-    the run's numbers depend on, compared at a resume. Every rank writes its own files, and the
-    commit succeeds or fails in all ranks: CheckpointError leaves nothing of the new checkpoint and
-    the older ones untouched.
+    the run's numbers depend on, compared at a resume. Rank 0 writes, and the commit succeeds or
+    fails in all ranks: CheckpointError leaves nothing of the new checkpoint and the older ones
+    untouched.
     """
     final, world = folder / f"step_{step:09d}", state.world
     temporary = folder / f".tmp.{final.name}"
@@ -135,8 +135,7 @@ def save_checkpoint(
     try:
         world.first(lambda: temporary.mkdir(parents=True))
         contents = state.files()  # ranks gather tensors here, so no rank may fail on its own yet
-        written = world.each(lambda: _write_files(temporary, contents))
-        files = {name: facts for rank in written for name, facts in rank.items()}
+        files = world.first(lambda: _write_files(temporary, contents))
         body = {"format": FORMAT, "step": step, "offsets": offsets, "files": files}
         world.first(lambda: _commit(temporary, final, body | {"provenance": provenance}))
     except OSError as error:
@@ -172,14 +171,14 @@ def _commit(temporary: Path, final: Path, body: dict) -> None:
     durable.sync(final.parent.parent)
 
 
-def _write_files(folder: Path, contents: dict[str, list]) -> dict[str, dict]:
+def _write_files(folder: Path, contents: dict[str, bytes]) -> dict[str, dict]:
     """Writes and hashes all files concurrently; returns `bytes` and `sha256` of each."""
-    with ThreadPoolExecutor(2 * len(contents) + 1) as pool:
+    with ThreadPoolExecutor(2 * len(contents)) as pool:
         digests = pool.map(_sha256, contents.values())
-        list(pool.map(lambda name: durable.write(folder / name, *contents[name]), contents))
+        list(pool.map(lambda name: durable.write(folder / name, contents[name]), contents))
         return {
-            name: {"bytes": sum(map(len, chunks)), "sha256": digest}
-            for (name, chunks), digest in zip(contents.items(), digests, strict=True)
+            name: {"bytes": len(data), "sha256": digest}
+            for (name, data), digest in zip(contents.items(), digests, strict=True)
         }
 
 
@@ -298,11 +297,8 @@ def _signed(body: dict) -> bytes:
 
 
 def _digest_of(body: dict) -> str:
-    return _sha256([json.dumps(body, sort_keys=True).encode()])
+    return _sha256(json.dumps(body, sort_keys=True).encode())
 
 
-def _sha256(chunks: list) -> str:
-    digest = hashlib.sha256()
-    for chunk in chunks:
-        digest.update(chunk)
-    return digest.hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -23,10 +23,10 @@ class Snapshot:
     """A checkpoint's files in memory, with the interface of the TrainState they came from."""
 
     step: int
-    contents: dict[str, list]
+    contents: dict[str, bytes]
     world = ONE_PROCESS
 
-    def files(self) -> dict[str, list]:
+    def files(self) -> dict[str, bytes]:
         """See TrainState."""
         return self.contents
 

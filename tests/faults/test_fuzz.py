@@ -151,7 +151,7 @@ def test_a_spoiled_checkpoint_is_refused_or_whole(tmp_path, each_case, capsys):
         temporary, final = run / "tmp", run / "checkpoints" / f"step_{step:09d}"
         temporary.mkdir(parents=True)
         final.parent.mkdir(exist_ok=True)
-        files = checkpoint._write_files(temporary, {"a.bin": [b"abc" * step]})
+        files = checkpoint._write_files(temporary, {"a.bin": b"abc" * step})
         body = {"format": checkpoint.FORMAT, "step": step, "offsets": {}, "files": files}
         checkpoint._commit(temporary, final, body)
     shutil.copytree(run, tmp_path / "whole")

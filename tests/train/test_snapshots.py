@@ -119,7 +119,7 @@ def test_a_base_is_always_old_enough(make_config, tmp_path, steps, log_every, wi
 
 def test_state_before_returns_the_newest_intact_state_that_is_early_enough(tmp_path, capsys):
     for folder, step in (("checkpoints", 10), ("snapshots", 14), ("checkpoints", 20)):
-        state = Snapshot(step, {"a": [b"1"]})
+        state = Snapshot(step, {"a": b"1"})
         save_checkpoint(tmp_path / folder, step, state, {}, keep=9, provenance={})
 
     def state_of(step, margin):

@@ -1,34 +1,23 @@
-"""Packed tensors are what the safetensors library reads and writes."""
+"""A training state is written and read back whole, whatever its tensors' order in memory."""
 
-import pytest
 import torch
-from safetensors.torch import load
 
-from lowprec.train.state import DTYPES, pack
-
-
-def same(a, b):
-    return set(a) == set(b) and all(
-        a[n].dtype == b[n].dtype and a[n].shape == b[n].shape
-        and a[n].reshape(-1).view(torch.uint8).equal(b[n].reshape(-1).view(torch.uint8))
-        for n in a
-    )  # fmt: skip
+from lowprec.data.open import open_data
+from lowprec.train.build import build
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_library_reads_every_dtype_shape_and_layout(dtype):
-    values = torch.arange(24).reshape(4, 6)
-    tensors = {
-        "odd": torch.ones(3, dtype=torch.uint8),
-        "matrix": values.to(dtype),
-        "transposed": values.T.to(dtype).T,
-        "scalar": torch.tensor(1).to(dtype),
-        "empty": torch.zeros(0, 5, dtype=dtype),
-        "name with \u00fc": torch.tensor([float("nan"), -0.0]),
-    }
-    packed = load(b"".join(pack(tensors)))
-    assert same(packed, {name: tensor.contiguous() for name, tensor in tensors.items()})
-
-
-def test_no_tensors_are_an_empty_file_of_the_format():
-    assert load(b"".join(pack({}))) == {}
+def test_a_state_of_another_order_in_memory_comes_back(make_config, tmp_path):
+    config = make_config({"precision.autocast": "pure_bf16"})
+    first, second = (build(config, open_data(config)) for _ in range(2))
+    first.task.model.to(memory_format=torch.channels_last)
+    weight = first.task.model.visual.conv1.weight
+    assert not weight.is_contiguous()
+    for tensors in first.state._tensors().values():
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn(tensor.shape))
+    for name, data in first.state.files().items():
+        (tmp_path / name).write_bytes(data)
+    second.state.load(tmp_path)
+    for kind, tensors in first.state._tensors().items():
+        for name, tensor in tensors.items():
+            assert torch.equal(second.state._tensors()[kind][name], tensor), (kind, name)
