@@ -30,8 +30,8 @@ from lowprec.evaluate import Evaluation
 from lowprec.nn.blocks import checkpoint_blocks, compile_blocks
 from lowprec.nn.coverage import Layers
 from lowprec.optim.clipping import SkipStep, ZClip
-from lowprec.optim.libraries import LibraryOptimizer
 from lowprec.optim.loss_scaling import build_scaler
+from lowprec.optim.muon import MuonAdamW
 from lowprec.optim.schedules import lock, param_groups
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.provenance import code_digest
@@ -291,7 +291,7 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
     return model
 
 
-def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOptimizer:
+def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | MuonAdamW:
     """Builds the optimizer of a config's `optimizer` group; AdamW is unclipped StableAdamW."""
     rule = config.optimizer
     groups = param_groups(model, rule.weight_decay, rule.lr_scale)
@@ -302,7 +302,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | LibraryOp
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
         if rule.name in LIBRARIES:
-            return LibraryOptimizer(rule.name, groups, common, **options)
+            return MuonAdamW(groups, common, **options)
         return StableAdamW(
             groups,
             clip_threshold=rule.clip_threshold,

@@ -24,7 +24,7 @@ from lowprec.data.open import Data, open_data
 from lowprec.data.sources import without_secrets
 from lowprec.data.workers import ignored_child_signals
 from lowprec.diagnostics.spikes import protocol_of
-from lowprec.optim.libraries import LibraryOptimizer
+from lowprec.optim.muon import MuonAdamW
 from lowprec.runs import durable
 from lowprec.runs.attempts import first_step
 from lowprec.runs.environment import environment
@@ -138,8 +138,8 @@ def _attempt(
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())
         print(built.layers)
     optimizer = built.state.optimizer
-    if world.is_first and isinstance(optimizer, LibraryOptimizer) and (text := optimizer.summary()):
-        print(text)
+    if world.is_first and isinstance(optimizer, MuonAdamW):
+        print(optimizer.summary())
     logger = Logger(config.logger.name if world.is_first else "none", record.run, plain)
     provenance = {
         "config": identity(config),

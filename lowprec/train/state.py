@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lowprec.optim.libraries import LibraryOptimizer
+from lowprec.optim.muon import MuonAdamW
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.optim.statistics import local
 from lowprec.runs.attempts import CheckpointError
@@ -32,7 +32,7 @@ class TrainState:
     """
 
     model: nn.Module
-    optimizer: StableAdamW | LibraryOptimizer
+    optimizer: StableAdamW | MuonAdamW
     scaler: object
     skips: int = 0
     world: Ranks = ONE_PROCESS

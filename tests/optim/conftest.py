@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lowprec.optim import StableAdamW, fused
-from lowprec.optim.libraries import BUILDERS, LibraryOptimizer
+from lowprec.optim.muon import MuonAdamW
 from tests.optim.optimizers import OURS, RULE, make_groups
 
 
@@ -18,13 +18,14 @@ def torchao(monkeypatch):
 def build(device, monkeypatch):
     """`build(kind, **options)`: an optimizer; its parameters are always the same."""
     monkeypatch.setattr(fused, "DEVICES", (device.type,))
-    monkeypatch.setitem(BUILDERS, "torch", lambda g, r: [torch.optim.AdamW(g, **r, foreach=False)])
 
     def make(kind, *, weight_decay=0.1, **options):
         own = {"fused": False, **OURS.get(kind, {})}
         groups = make_groups(own.pop("dtype", torch.float32), device, weight_decay)
         if kind in OURS:
             return StableAdamW(groups, **RULE, **own, **options)
-        return LibraryOptimizer(kind, groups, RULE, **options)
+        muon = MuonAdamW(groups, RULE, **options)
+        muon.adamw.fused = False
+        return muon
 
     return make

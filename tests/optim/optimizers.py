@@ -17,9 +17,8 @@ OURS = {  # options of StableAdamW, and the parameters' dtype
     "kernels": {"fused": True},
     "kernels, 8-bit moments": {"fused": True, "optim_bits": 8, "min_8bit_size": 300, **HALF},
 }
-LIBRARY_KINDS = ("torch", *LIBRARIES)  # "torch": its AdamW in a library's place
 # kernels are interpreted without a GPU, which takes seconds
-KINDS = (*(kind for kind in OURS if "kernels" not in kind), *LIBRARY_KINDS)
+KINDS = (*(kind for kind in OURS if "kernels" not in kind), *LIBRARIES)
 
 
 def make_params(dtype=torch.float32, device="cpu"):

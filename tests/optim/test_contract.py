@@ -1,4 +1,4 @@
-"""What every optimizer of a run keeps to: ours in plain torch and by kernels, libraries'."""
+"""What every optimizer of a run keeps to: ours in plain torch and by kernels, and Muon."""
 
 import copy
 import io
@@ -12,7 +12,6 @@ from lowprec.optim.loss_scaling import build_scaler
 from tests.optim.optimizers import (
     HALF,
     KINDS,
-    LIBRARY_KINDS,
     OURS,
     assert_equal,
     params_of,
@@ -73,7 +72,7 @@ WAYS = {
 @pytest.mark.parametrize(
     "kind, way",
     [
-        *((kind, "checkpoint") for kind in (*OURS, *LIBRARY_KINDS)),
+        *((kind, "checkpoint") for kind in (*OURS, "muon")),
         *((kind, way) for kind in OURS if kind in KINDS for way in ("file", "deepcopy", "pickle")),
     ],
 )
