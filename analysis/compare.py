@@ -19,8 +19,8 @@ class Comparison(NamedTuple):
 
     `keys` are the settings in which the runs differ besides the seed, or `model.name` if there are
     none; one that follows from others is left out. `runs` has a row per run that has ended: those
-    of `Runs.runs`, `setting` (the keys' values) and the values: `loss`, the mean over the last 5%
-    of the steps (inf if it diverged); `recall`, the mean R@1 of both directions in %, or else
+    of `Runs.runs`, `setting` (the keys' values) and the values: `loss`, as `measures.final_loss`
+    (inf if it diverged); `recall`, the mean R@1 of both directions in %, or else
     `accuracy`, zero-shot top-1 in % (0 if it diverged); `spikes` and `highest`, the number of loss
     spikes and the height of the highest (NaN in runs that are too short). `means` [settings,
     values] and `differences` from `baseline` are `Sample`s over seeds; runs are paired by seed
@@ -85,9 +85,8 @@ def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     scores = [name for name in SCORES if ended[name].notna().any()][:1]
     diverged = ended["state"] == "diverged"
     ended.loc[diverged, scores] = 0.0
-    steps = runs.metrics.astype({"loss": float})
-    steps = steps[steps["step"] > 0.95 * steps.groupby("run")["step"].transform("max")]
-    ended["loss"] = ended["run"].map(steps.groupby("run")["loss"].mean()).mask(diverged, math.inf)
+    losses = runs.metrics.groupby("run")["loss"].agg(measures.final_loss)
+    ended["loss"] = ended["run"].map(losses).mask(diverged, math.inf)
     ended[["spikes", "highest"]] = math.nan
     for at, head in ended.iterrows():
         series = spike_marks.read_series(runs.only(head["run"]), spike_marks.TENSOR)

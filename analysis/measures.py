@@ -33,7 +33,15 @@ RENAMED = {
     "scaler.name": "scaler",
     "model.vision_layers": "vision_layers",
 }
+MOST_FINAL_STEPS = 40  # whose losses are averaged
 LABELED = ["method", "state", "num_steps", "reached", "recorded"]
+
+
+def final_loss(losses: np.ndarray) -> float:
+    """Mean of the finite losses among the last tenth of the steps, at most MOST_FINAL_STEPS."""
+    losses = np.asarray(losses, float)
+    last = losses[-max(1, min(MOST_FINAL_STEPS, len(losses) // 10)) :]
+    return float(last[np.isfinite(last)].mean()) if np.isfinite(last).any() else math.nan
 
 
 def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from analysis import spike_marks
+from analysis import measures, spike_marks
 from analysis.load import Runs
-from analysis.style import smoothing_width
 from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
 SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
@@ -70,14 +69,13 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     curves = pd.DataFrame(curves, dtype=np.float32)
     curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
     rows = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
-    finite = series.loss[np.isfinite(series.loss)]
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
     num_rms_spikes = int(rms_spikes(rms, protocol).sum()) if series.reaches(protocol) else None
     return RunData(
         summary=summary,
         whole=curves,
         curves=curves.iloc[rows],
-        final_loss=float(finite[-smoothing_width(len(curves)) :].mean()) if len(finite) else np.nan,
+        final_loss=measures.final_loss(series.loss),
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
         accuracy=next(iter(scores.values()), metrics["loss"].iloc[:0]),
         spikes=spikes,

@@ -1,10 +1,12 @@
 """`compare` finds what differs between runs, and pairs them by seed."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import NoRunsError, load_runs
+from analysis import NoRunsError, load_runs, measures
 from analysis.compare import compare
 
 
@@ -56,3 +58,17 @@ def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tm
         compare(runs, "optimizer.beta2", "0.8")
     with pytest.raises(NoRunsError, match="no run has ended"):
         compare(runs.where(runs.summaries["state"] == "running"))
+
+
+@pytest.mark.parametrize(
+    ("losses", "mean"),
+    [
+        ([9.0] * 380 + [1.0, 3.0] * 20, 2.0),  # a tenth of 420 steps would be 42
+        ([9.0] * 18 + [1.0, 3.0], 2.0),
+        ([9.0] * 18 + [1.0, math.inf], 1.0),
+        ([5.0], 5.0),
+        ([math.nan], math.nan),
+    ],
+)
+def test_the_final_loss_is_a_mean_over_a_tenth_of_the_steps_at_most_40(losses, mean):
+    assert measures.final_loss(losses) == pytest.approx(mean, nan_ok=True)
