@@ -32,7 +32,7 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
     "autograd_high": ("autograd function", "#392994"),
 }
-NARROW = {"grad_weight int8": ("int8 weight gradient only", "#0B5D47")}
+NARROW = {"grad_weight int8": ("int8 weight gradient only", "#4B2E83")}
 OPTIMIZERS = {  # optimizer.name, with its rule: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
     "stable_adamw_8bit": ("8-bit StableAdamW", (0, (8, 1.2)), "#2A1AE6"),

@@ -16,6 +16,7 @@ from analysis import naming, style
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
 LONGEST, MOST_LINES = 22, 11  # of names beside a panel: characters of a line, and lines
+LINE = 0.115  # inches, the height of a line of these names
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 MOST = 2  # but at most at this multiple of the first loss
@@ -157,6 +158,7 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     ):
         legend_below(canvas, axes)
         return
+    canvas.draw_without_rendering()  # sets the heights of panels
     for ax, of_panel, text in zip(axes, named, texts, strict=True):
         ends = [
             (_end(ax, line)[1], text[label], line.get_color()) for label, line in of_panel.items()
@@ -168,7 +170,7 @@ def _without(label: str, title: str) -> list[str]:
     """The lines of a label without the parts that a title has."""
     parts, known = label.split(", "), title.replace("\n", ", ").split(", ")
     own = [part for part in parts if part not in known] or parts
-    return textwrap.wrap(", ".join(own), LONGEST)
+    return textwrap.wrap(", ".join(own), LONGEST, break_on_hyphens=False)
 
 
 def _end(ax: Axes, line: Line2D) -> tuple[float, float]:
@@ -183,8 +185,7 @@ def _end(ax: Axes, line: Line2D) -> tuple[float, float]:
 
 def _name_ends(ax: Axes, ends: list[tuple[float, list[str], tuple]]) -> None:
     """Writes names beside a panel at given heights, as close to these as they fit."""
-    rows = ax.figure.get_figheight() / ax.get_subplotspec().get_gridspec().nrows
-    line_height = 0.125 / (0.75 * rows)  # of the panel, whose height the layout sets later
+    line_height = LINE / (ax.get_position().height * ax.figure.get_figheight())
     ends = sorted(ends, key=lambda end: end[0])
     sizes = np.array([line_height * len(text) for _, text, _ in ends])
     below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps

@@ -14,6 +14,7 @@ from analysis.load import Runs
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
+APART_ON_LINES = 0.06
 CROWD = 8  # runs at one place; more are spread
 
 
@@ -48,17 +49,20 @@ class Points(Figure):
         return self.table(self.selected(runs))
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and pair of axes, above one legend."""
+        """A panel for each facet and pair of axes, with a legend below or names beside lines."""
         frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
         if self.hue == "method":
             ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
             frame = frame.loc[ranks.sort_values(kind="stable").index]
         parts, labels = self.facet(frame), self._labels(frame)
         cells = [(*part, *pair) for part in parts for pair in self._pairs(frame)]
-        axes = panels.grid(canvas, len(cells))
+        beside = self.means == "line" and all(x.names for x in self.x)
+        axes = panels.grid(canvas, len(cells), 3.0 if beside else 2.5)
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
-            self.plot(part, ax, x, y, labels)
-            ax.set_title(title)
+            is_named = not beside or len(parts) > 1 or ax is axes[-1]
+            self.plot(part, ax, x, y, labels if is_named else dict.fromkeys(labels))
+            gray = f"gray: the margin of equality, {y.equal:g}%" if y.equal else ""
+            ax.set_title("\n".join(filter(None, [title, gray])))
         for y in self.y:
             shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
@@ -66,7 +70,9 @@ class Points(Figure):
                 for ax in shared:
                     ax.set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
         panels.label_outer(axes)
-        if self.hue not in (x.column for x in self.x):
+        if beside:
+            panels.name_lines(canvas, axes)
+        elif self.hue not in (x.column for x in self.x):
             panels.legend_below(canvas, axes, labels.values())
 
     def plot(self, frame: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
@@ -77,6 +83,7 @@ class Points(Figure):
             ax.axhline(y.reference, color=style.OTHER, lw=0.8, zorder=0.5)
         frame = frame[frame[x.column].notna()]
         places = self._places(frame, x)
+        every = {*range(len(x.names(frame)))} if x.names else {*places}
         for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
             color, dashes = self.look(part.iloc[0])
             panels.draw_runs(
@@ -85,13 +92,14 @@ class Points(Figure):
                 marker="o" if self.means else MARKERS[i % len(MARKERS)],
                 hollow=self.hollow(part) if self.hollow else None,
                 spread=self._spread(places[part.index]) if x.names else 0.0,
-                every=places.unique() if self.means == "line" else (),
+                every=every - {*places[part.index].round()} if self.means == "line" else (),
             )  # fmt: skip
         ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
         if x.names:
             named = x.names(frame)
             ax.set_xticks(range(len(named)), list(named.values()))
-            ax.set_xlim(-0.5, len(named) - 0.5)
+            room = 0.3 if self.means == "line" else 0.5
+            ax.set_xlim(-room, len(named) - 1 + room)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, y.log, WIDE)
@@ -135,7 +143,8 @@ class Points(Figure):
         there = pd.DataFrame({"at": at, "hue": hues}).drop_duplicates()
         num = there.groupby("at")["hue"].transform("size")
         shifts = there.groupby("at").cumcount() - (num - 1) / 2
-        shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * min(APART, ROOM / num.max())
+        apart = APART_ON_LINES if self.means == "line" else min(APART, ROOM / num.max())
+        shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * apart
         return at + shifts.loc[zip(at, hues, strict=True)].to_numpy()
 
     @staticmethod

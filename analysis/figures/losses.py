@@ -24,6 +24,17 @@ def look_of_beta2(head: pd.Series) -> tuple:
     return style.beta2_color(head["beta2"], head["variant"]), dashes
 
 
+def without_near_rates(heads: pd.DataFrame) -> pd.DataFrame:
+    """Leaves out runs of `stability` whose learning rate is within 5% of a rounder one."""
+    rates = {rate: len(naming.number(rate)) for rate in set(heads["optimizer.lr"].dropna())}
+    near = [
+        rate
+        for rate in rates
+        if any(abs(other / rate - 1) < 0.05 and rates[other] < rates[rate] for other in rates)
+    ]
+    return heads[~(heads["optimizer.lr"].isin(near) & (heads["experiment"] == "stability"))]
+
+
 def look_of_schedule(head: pd.Series) -> tuple:
     """Constants are gray and schedules are blue."""
     color = style.OTHER if pd.isna(head["beta2_decay"]) else style.RMS
@@ -125,6 +136,7 @@ FIGURES = {
         f"spikes_vs_{name}": Lines(
             studies=(f"spikes_vs_{name}", "stability"),
             same_but=(key,),
+            where=without_near_rates,
             hue=BETA2,
             facet=key,
             text=f"After {after}, arXiv:2304.13013.",

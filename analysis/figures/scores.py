@@ -1,6 +1,7 @@
 """Figures with a point for each run: accuracy, validation loss and features by setting."""
 
 import re
+import textwrap
 from dataclasses import replace
 
 import numpy as np
@@ -125,25 +126,39 @@ EARLY = 0.2  # of the steps: the record of features
 def relative_to_bf16(runs: Runs) -> pd.DataFrame:
     """`loss_change` in % and `feature_ratio` of each run, both relative to bf16.
 
-    A run is compared with the bf16 run of the same seed and settings; `loss_change` of a bf16 run
-    is relative to the geometric mean over seeds. The features are E[abs(x)] of the output of the
-    last vision block at the last record of the first fifth of the steps.
+    The features are E[abs(x)] of the output of the last vision block at the last record of the
+    first fifth of the steps, and relative to those of the bf16 run of the same seed and settings.
     """
     heads = measures.with_recipe(measures.with_scores(runs, measures.named_heads(runs)))
     columns = (*measures.OF_A_RUN, "recipe", "loss_change", "step", "feature_ratio")
     frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), _early_size)
-    settings = comparison.signature(runs.runs, "precision.label", seed=False)
-    settings = frame["run"].map(dict(zip(runs.runs["run"], settings, strict=True)))
-    is_base = frame["recipe"] == "bf16"
-    losses = np.log(frame["validation_loss"])
-    means = losses[is_base].groupby(settings[is_base]).mean()
-    keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
-    bases = pd.DataFrame({"loss": losses, "size": frame["size"]})[is_base].set_index(keys[is_base])
-    bases = bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
-    of_losses = bases["loss"].where(~is_base, settings.map(means))
-    frame["loss_change"] = 100 * np.expm1(losses - of_losses)
-    frame["feature_ratio"] = frame["size"] / bases["size"]
+    settings = _settings(runs, frame)
+    frame["loss_change"] = loss_change(frame, settings)
+    frame["feature_ratio"] = frame["size"] / _of_bf16(frame["size"], frame, settings)
     return frame.loc[frame["feature_ratio"].notna(), list(columns)].reset_index(drop=True)
+
+
+def loss_change(frame: pd.DataFrame, settings: pd.Series) -> pd.Series:
+    """The validation loss in %, relative to that of the bf16 run of the same seed and settings.
+
+    That of a bf16 run is relative to the geometric mean over seeds. NaN without a bf16 run.
+    """
+    losses, is_base = np.log(frame["validation_loss"]), frame["recipe"] == "bf16"
+    means = losses.where(is_base).groupby(settings).transform("mean")
+    return 100 * np.expm1(losses - _of_bf16(losses, frame, settings).where(~is_base, means))
+
+
+def _settings(runs: Runs, frame: pd.DataFrame) -> pd.Series:
+    """For each row a text, equal for runs that differ in recipe and seed alone."""
+    settings = comparison.signature(runs.runs, "precision.label", seed=False)
+    return frame["run"].map(dict(zip(runs.runs["run"], settings, strict=True)))
+
+
+def _of_bf16(values: pd.Series, frame: pd.DataFrame, settings: pd.Series) -> pd.Series:
+    """For each row the value of the bf16 run of the same seed and settings, or NaN."""
+    keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
+    bases = values.set_axis(keys)[(frame["recipe"] == "bf16").to_numpy()]
+    return bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
 
 
 def _early_size(run: Runs, head: dict) -> pd.DataFrame:
@@ -164,8 +179,26 @@ def look_of_recipe(head: pd.Series) -> tuple:
 
 
 def loss_by_rate(runs: Runs) -> pd.DataFrame:
-    """The recipe and the validation loss at the last step of each run; NaN if it diverged."""
-    return measures.with_recipe(scores(runs))[[*measures.OF_A_RUN, "recipe", "validation_loss"]]
+    """The validation loss at the last step of each run, and `loss_change`; NaN if it diverged."""
+    frame = measures.with_recipe(scores(runs))
+    frame["loss_change"] = loss_change(frame, _settings(runs, frame))
+    return frame[[*measures.OF_A_RUN, "recipe", "validation_loss", "loss_change"]]
+
+
+def rates(frame: pd.DataFrame) -> dict[float, str]:
+    """The learning rates, with their numbers of seeds and the recipes that were not run there."""
+    names = {}
+    for rate, part in frame.groupby("lr"):
+        num = part.groupby("recipe")["seed"].nunique()
+        least, most = num.min(), num.max()
+        seeds = comparison.counted(most, "seed")
+        names[rate] = f"{naming.number(rate)}\n{seeds if least == most else f'{least}-{seeds}'}"
+        if absent := [naming.precision(name) for name in naming.PRECISIONS
+                      if name in set(frame["recipe"]) - set(num.index)]:  # fmt: skip
+            names[rate] += "\n" + textwrap.fill(
+                f"not run: {', '.join(absent)}", 26, break_on_hyphens=False
+            )
+    return names
 
 
 def ended_at_several_rates(heads: pd.DataFrame) -> pd.DataFrame:
@@ -214,6 +247,8 @@ def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
     return comparison.distinct(spike_marks.of_adamw(heads))
 
 
+LOSS_CHANGE = Axis(column="loss_change", label="validation loss relative to bf16 (%)",
+                   reference=0, equal=MARGIN)  # fmt: skip
 COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
 PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
     "none", "output", "input\ngradient", "weight\ngradient"), strict=True))  # fmt: skip
@@ -268,8 +303,7 @@ FIGURES = {
         table=relative_to_bf16,
         x=(Axis(column="model", label="", names=models_of),),
         y=(
-            Axis(column="loss_change", label="validation loss relative to bf16 (%)",
-                 reference=0, equal=MARGIN),
+            LOSS_CHANGE,
             Axis(column="feature_ratio", label=at_step, reference=1, log=True),
         ),
         hue="recipe",
@@ -277,21 +311,26 @@ FIGURES = {
         look=look_of_recipe,
         name=lambda head: naming.precision(head["recipe"]),
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
-        f"gray: {MARGIN:g}%, which count as equal. Features: of the last vision block.",
+        f"gray: {MARGIN:g}%, the margin of equality. Features: of the last vision block.",
     ),
     "rate_map": Points(
         studies=("lr_map", "weight_gradient", "equality"),
         same_but=("optimizer.lr", "precision.label", "gpu"),
         where=ended_at_several_rates,
         table=loss_by_rate,
-        x=(Axis(column="lr", label="peak learning rate", log=True),),
-        y=(Axis(column="validation_loss", label="validation loss", log=True),),
+        x=(Axis(column="lr", label="peak learning rate", names=rates),),
+        y=(
+            Axis(column="validation_loss", label="validation loss", log=True),
+            LOSS_CHANGE,
+        ),
         hue="recipe",
         order=tuple(naming.PRECISIONS),
         look=look_of_recipe,
         name=lambda head: naming.precision(head["recipe"]),
         means="line",
         facet=by_model,
+        text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean); gray: "
+        f"{MARGIN:g}%, the margin of equality.",
     ),
     "attention_logits": Points(
         studies=("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch", "optimizers",

@@ -5,12 +5,11 @@ import pandas as pd
 import pytest
 
 from analysis import paper
-from analysis.figures import (
-    rate_map,
-    recipes_by_size,
-)
+from analysis.figures import rate_map, recipes_by_size, spikes_vs_lr
+from analysis.figures.scores import rates
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, ModelConfig
+from tests.analysis.conftest import drawn, legend
 
 BLOCKS = [paper.BLOCK.format(k) for k in (0, ModelConfig().vision_layers - 1)]
 INT8 = {"grad_weight": {"format": "int8", "g": "columnwise", "x": "columnwise"}}
@@ -61,12 +60,35 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
           intervention=InterventionConfig("zero_init"))  # fmt: skip
     for lr, loss in ((2.5e-4, 0.2), (1e-3, 0.6)):
         plant((1, 1), loss=loss, lr=lr, model="vit_h14", **keys)
+    int8 = {"recipe": "llm_int8", "model": "vit_h14"}
+    plant((1, 1), loss=0.66, lr=1e-3, **int8, **keys)
+    for seed in (0, 7):
+        plant((1, 1), loss=0.21, lr=2.5e-4, seed=seed, **int8, **keys)
     plant((1, 1), loss=9, lr=2e-3, model="vit_h14", state="diverged", steps=12, **keys)
     plant((1, 1), loss=8, lr=4e-3, model="vit_h14", state="running", steps=12, **keys)
     frame = query(rate_map)
     assert set(frame["model"]) == {"vit_h14"} and frame["lr"].max() == 2e-3
     by_rate = frame[frame["recipe"] == "bf16"].set_index("lr")["validation_loss"]
     assert by_rate[:3].to_dict() == {2.5e-4: 0.2, 5e-4: 0.3, 1e-3: 0.6}
+    changes = frame[frame["recipe"] == "llm_int8"].set_index(["lr", "seed"])["loss_change"]
+    expected = [pytest.approx(5), pytest.approx(10)]
+    assert [changes[2.5e-4, 0], changes[1e-3, 0]] == expected and np.isnan(changes[2.5e-4, 7])
+    names = rates(frame)
+    assert names[2.5e-4] == "2.5e-4\n1-2 seeds" and names[1e-3] == "1e-3\n1 seed"
+    assert names[5e-4] == "5e-4\n1 seed\nnot run: LLM.int8()"
+    [left, right] = drawn(rate_map, frame[frame["lr"] < 2e-3])
+    assert legend(left) == ["bf16", "LLM.int8()"] and not left.texts  # named once
+    [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
+    assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
+
+
+def test_a_sweep_of_rates_leaves_out_what_is_near_one_of_them_in_another_study(plant, query):
+    keys = {"optimizer": "adamw", "beta2": 0.99, "experiment": "spikes_vs_lr"}
+    for lr in (1e-3, 1.01e-3, 4e-3):
+        plant((1, 1), lr=lr, **keys)
+    for lr in (2e-3, 1.952e-3):
+        plant((1, 1), lr=lr, **keys | {"experiment": "stability"})
+    assert sorted(set(query(spikes_vs_lr)["lr"])) == [1e-3, 1.01e-3, 2e-3, 4e-3]
 
 
 def noises():
