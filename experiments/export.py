@@ -2,24 +2,20 @@
 
     python -m experiments.export source=runs/run/nano-bf16-adamw-s0-0123456789 out=exported/nano
     python -m experiments.export source=open_clip_model.pt out=weights.safetensors
-    python -m experiments.export source=RUN out=int8.safetensors precision=int8_inference
 
 The first command writes a folder with the model's config and weights, which open_clip loads as it
 is, and prints the lines that load it. With model.init_from=exported/nano, a run starts from such a
-folder or file. Only `lowprec.nn.inference.load_int8(model, FILE)` reads an int8 file. With
-int8_inference, `precision.autocast` has the same meaning as in `experiments.evaluate`: for a run
-with 16-bit parameters, the tensors that are not int8 become float32.
+folder or file.
 """
 
 import sys
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from experiments.entry import run_command
-from experiments.evaluate import EvaluatedPrecision
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
@@ -36,13 +32,10 @@ class ExportConfig:
     out: str = key(
         "???", "a new folder (no suffix), .safetensors, or .pt as open_clip's trainer writes"
     )
-    precision: EvaluatedPrecision = field(default_factory=EvaluatedPrecision)
 
 
 def main(config: ExportConfig) -> None:
     """Reads and writes the weights; never executes code from a .pt file."""
-    if config.precision.recipe == "as_trained" and config.precision.autocast is not None:
-        raise ConfigError(["precision.autocast needs precision=int8_inference"])
     if hint := nearest_path(config.source):
         raise ConfigError([f"source={config.source} does not exist{hint}"])
     out = Path(config.out)
@@ -50,38 +43,20 @@ def main(config: ExportConfig) -> None:
         raise ConfigError([f"out={out} already exists; name another, or remove it first"])
     try:
         with closing(Waiting(f"exporting {config.source}")):
-            export(Path(config.source), out, config.precision)
+            export(Path(config.source), out)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
 
 
-def export(source: Path, out: Path, precision: EvaluatedPrecision) -> None:
-    """Writes the weights of a source: as a file, in int8 or, with a run's config, as a folder."""
+def export(source: Path, out: Path) -> None:
+    """Writes the weights of a source: as a file or, with a run's config, as a folder."""
     # a refused command loads no torch
     from lowprec.clip import TORCHVISION_FITS
-    from lowprec.clip.export import (
-        find_weights,
-        load_weights,
-        read_weights,
-        write_folder,
-        write_weights,
-    )
-    from lowprec.clip.model import build_model, model_config, set_precision
-    from lowprec.nn.inference import save_int8, to_int8
-    from lowprec.train.build import set_parameter_dtype
+    from lowprec.clip.export import find_weights, read_weights, write_folder, write_weights
+    from lowprec.clip.model import model_config
 
-    if precision.recipe == "int8_inference":
-        trained = read_config(source)
-        trained.precision.autocast = precision.autocast or trained.precision.autocast
-        model = build_model(trained.model, trained.intervention.name)
-        set_parameter_dtype(model, trained.precision.autocast)
-        load_weights(model, source)
-        layers = set_precision(model, trained.precision)
-        save_int8(to_int8(model, [layer.name for layer in layers]), out)
-        print(f"{out}: {len(model.state_dict())} tensors")
-        return
     weights = find_weights(source)
     checkpoint = weights.resolve().parent
     run = checkpoint.parent.parent

@@ -19,19 +19,12 @@ class IndexConfig:
 
     shards: str = key("???", "glob of the shards")
     index: str | None = key(None, "folder of the index; beside the shards if null")
-    num_processes: int | None = key(None, "null: one per core", least=1)
 
 
 def main(config: IndexConfig) -> None:
     """Indexes shards without a current index and accepts the set as it is now."""
     try:
-        shards = open_shards(
-            config.shards,
-            config.index,
-            name="shards",
-            accept=True,
-            num_processes=config.num_processes,
-        )
+        shards = open_shards(config.shards, config.index, name="shards", accept=True)
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
     labeled = int((shards.labels >= 0).sum())

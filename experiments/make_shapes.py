@@ -25,7 +25,6 @@ class MakeShapesConfig:
     swapped: bool = key(False, "follow validation scenes of two objects by swapped colors")
     image_size: int = key(64, "pixels per side", least=16)
     seed: int = key(0, "seed of all scenes", least=0)
-    num_processes: int | None = key(None, "null: one per core", least=1)
 
 
 def main(config: MakeShapesConfig) -> None:
@@ -38,9 +37,7 @@ def main(config: MakeShapesConfig) -> None:
         sys.exit(str(error))
     for split in ("train", "val") if config.num_val else ("train",):
         pattern = f"{out}/{split}-*.tar"
-        shards = open_shards(
-            pattern, name=f"data.{split}", accept=True, num_processes=config.num_processes
-        )
+        shards = open_shards(pattern, name=f"data.{split}", accept=True)
         print(f"{pattern}: {shards.num_samples} pairs, digest {shards.digest[:12]}")
 
 

@@ -1,16 +1,15 @@
 """Replays the steps around a spike of a run, unchanged and with changes.
 
     python -m experiments.replay run=RUN step=1170
-    python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.95 or optimizer=stable_adamw
-    python -m experiments.replay -m run=RUN step=1170 optimizer.beta2=0.9,0.95
+    python -m experiments.replay run=RUN step=1170 optimizer.beta2=0.9,0.95 or skip_batches=8
     python -m experiments.replay run=RUN step=1170 change_from=1138,1154,1162 skip_batches=99
 
 The replay starts from the newest snapshot or checkpoint at least `steps` steps before `step`, or
 else from the oldest one at least 2 steps before. A finished run keeps only its last state, unless
 it had keep_checkpoints=2 or more. First, the steps are replayed unchanged: this control must
 reproduce the recorded losses, otherwise the exit status is 1. Then they are replayed with the
-changes, which may be any keys and groups of a run: all changes between two words `or` together, or
-with -m each combination. One key exists only here:
+changes, which may be any keys and groups of a run: all changes between two words `or` together, and
+each combination of their values. One key exists only here:
 
 skip_batches=0  leave out the batches of this many steps up to and including `step`, and use the
                 next ones instead: the cause of a spike precedes the step whose loss is too high
@@ -85,7 +84,7 @@ class ReplayedConfig(Config):
     )
 
 
-def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> None:
+def main(config: ReplayConfig, changes: list[str]) -> None:
     """Replays the control and each variant; prints and writes a comparison."""
     run = Path(config.run)
     trained = asdict(read_config(run))
@@ -100,7 +99,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     if cache and not (os.path.isdir(cache) and os.access(cache, os.R_OK | os.W_OK | os.X_OK)):
         trained["data"]["cache"] = None
         print(f"data.cache={cache} cannot be used here: images are decoded, to the same batches")
-    variants_of(trained, changes, multirun)  # refuses wrong changes before torch is imported
+    variants_of(trained, changes)  # refuses wrong changes before torch is imported
     from lowprec.train.snapshots import state_before
 
     starts = sorted(set(config.change_from))
@@ -112,7 +111,7 @@ def main(config: ReplayConfig, changes: list[str], multirun: bool = False) -> No
     if manifest["step"] + 1 >= (read.precision_change.step or math.inf):  # the change is past
         trained["precision"] = asdict(read.precision_at(manifest["step"] + 1))
         trained["precision_change"] = asdict(PrecisionChangeConfig())
-    variants = variants_of(trained, changes, multirun)
+    variants = variants_of(trained, changes)
     first, last = manifest["step"] + 1, min(config.step + config.steps, trained["num_steps"])
     for start in starts:
         if not first <= start <= config.step:
@@ -192,7 +191,7 @@ def replays(
     return frames
 
 
-def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, ReplayedConfig]:
+def variants_of(trained: dict, changes: list[str]) -> dict[str, ReplayedConfig]:
     """Returns the unchanged config as CONTROL, and each variant's config by its overrides.
 
     Raises ConfigError with the errors in all variants.
@@ -205,10 +204,8 @@ def variants_of(trained: dict, changes: list[str], multirun: bool) -> dict[str, 
     configs = {}
     for words in [[], *(tried or suspects(trained))]:
         try:
-            runs = compose_command(
-                words, "replay", ReplayedConfig,
-                multirun=multirun, preflight=preflight, base=trained,
-            )  # fmt: skip
+            options = {"multirun": True, "preflight": preflight, "base": trained}
+            runs = compose_command(words, "replay", ReplayedConfig, **options)
             configs |= {" ".join(run.overrides) or CONTROL: run.config for run in runs}
         except ConfigError as error:
             faults += error.faults
@@ -242,9 +239,8 @@ def command() -> None:
         for text in arguments.overrides
         if text not in changes
     ]
-    replay = partial(main, changes=changes, multirun=arguments.multirun)
-    arguments.multirun = False
-    run_command(replay, "replay", ReplayConfig, arguments=arguments)
+    arguments.multirun = False  # -m is not needed
+    run_command(partial(main, changes=changes), "replay", ReplayConfig, arguments=arguments)
 
 
 if __name__ == "__main__":

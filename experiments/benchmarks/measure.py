@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -107,15 +107,6 @@ def check_error(
     if not least <= error <= most:  # NaN too
         raise Wrong(f"{name} differs by {error:.2g}, expected {least:g} to {most:g}")
     return error
-
-
-def kernel_ms(call: Callable) -> float:
-    """Returns the milliseconds that the kernels and copies of a call take on the GPU together."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / 1000
 
 
 def random_batch(model: nn.Module, size: int, device: torch.device) -> Batch:

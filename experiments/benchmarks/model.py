@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.configs import OPEN_CLIP, RECIPES, ModelConfig
-from experiments.benchmarks.measure import Lines, check_error, kernel_ms, random_batch
+from experiments.benchmarks.measure import Lines, check_error, random_batch
 from lowprec.clip import open_clip
 from lowprec.clip.model import CLIP, Normalize, blocks, build_model, contrastive_loss
 from lowprec.clip.vision import VisionTransformer
 from lowprec.data.loader import Batch
 from lowprec.nn import prepare_for_training
 from lowprec.nn.coverage import Layers
-from lowprec.nn.timing import median_ms
+from lowprec.nn.timing import kernel_ms, median_ms
 from lowprec.train.build import pick_device, set_parameter_dtype
 from lowprec.train.task import ContrastiveTask
 
@@ -129,7 +129,7 @@ def measure(config: ModelConfig, case: str, device: torch.device) -> Measured:
     numbers = {"ms": median_ms(step, device, REPEATS)}
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     numbers["memory_gib"] = round(peak / 2**30, 2) or None
-    numbers["kernel_ms"] = round(kernel_ms(step), 3) if on_gpu else None
+    numbers["kernel_ms"] = round(kernel_ms(step, device), 3) if on_gpu else None
     swapped = sum(layer.swapped for layer in layers or ())
     numbers["quantized"] = f"{swapped} of {len(layers)}" if layers else ""
     return Measured(loss.detach(), gradient, numbers)

@@ -88,7 +88,7 @@ class Counting:
 
     def files(self):
         self.num_copies += 1
-        return {"a": [b"123"]}
+        return {"a": b"123"}
 
 
 @pytest.mark.parametrize(("steps", "log_every", "within"), [(2, 3, 1), (10, 7, 4), (1, 20, 10)])
