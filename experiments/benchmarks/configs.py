@@ -15,7 +15,6 @@ OURS = (  # recipes of `layer`
     "hw_fp8_blockwise",
 )
 PEERS = ("bnb_switchback", "torchao_fp8_rowwise")
-MODES = ("eager", "graph")
 OPEN_CLIP = ("open_clip eager", "open_clip")
 RECIPES = (
     "high",
@@ -47,7 +46,6 @@ class LayerConfig(OpsConfig):
     cases: list[str] = key(
         [*OURS, *PEERS], "what is measured besides nn.Linear", choices=(*OURS, *PEERS)
     )
-    modes: list[str] = key(list(MODES), "how each layer is called", choices=MODES)
 
 
 @dataclass

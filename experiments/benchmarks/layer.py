@@ -19,7 +19,6 @@ from torch import nn
 from experiments.benchmarks.configs import LayerConfig
 from experiments.benchmarks.measure import Lines, Unable, check_error
 from experiments.benchmarks.peers import LINEAR_PEERS, PACKAGES
-from lowprec.config.check import ConfigError
 from lowprec.nn.linear import LowPrecisionLinear, missing_format
 from lowprec.nn.recipe import RECIPES
 from lowprec.nn.timing import Step, median_ms
@@ -53,9 +52,7 @@ class Shape(NamedTuple):
 def main(config: LayerConfig) -> None:
     """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
-    modes = [mode for mode in config.modes if device.type == "cuda" or mode != "graph"]
-    if not modes:
-        raise ConfigError([f"modes=[{','.join(config.modes)}]: without a GPU, eager alone runs"])
+    modes = ["eager", "graph"] if device.type == "cuda" else ["eager"]
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
     for dim in config.dims:
         shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
