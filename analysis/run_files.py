@@ -28,6 +28,7 @@ from lowprec.runs.tables import (
 TYPES = {
     "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},
     "events": {"step": int, "rms": dict},
+    "retrieved": {"jpeg": str, "caption": str, "nearest": list},
 }
 ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
 MAX_STEPS, MAX_GAP = 10**8, 10**5  # steps; those that a record may lack, and ten times its own

@@ -5,11 +5,15 @@
 
 The evaluation, its data and its prompts are those of the run, except for the keys that the command
 sets. Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else.
+With shown=8, the run's `retrieved.jsonl` holds eight images of the validation set, at equal
+distances, with the captions nearest to each, which `analysis.report` shows.
 With precision=int8_inference, the results include `int8/memory_ratio`, the size of the converted
 layers relative to float32, and, if there are class names, `int8/agreement`, the share of validation
 images that the converted and the unconverted model assign to the same class.
 """
 
+import base64
+import io
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +22,14 @@ from experiments.entry import run_command, score_text
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config, OptimizerConfig, key
 from lowprec.data.open import open_data
+from lowprec.data.shards import Shards
+from lowprec.runs import durable
 from lowprec.runs.attempts import step_of
 from lowprec.runs.read import encode_row, read_config
 from lowprec.train.preflight import preflight
 from lowprec.waiting import Waiting
+
+SIDE, LONGEST = 96, 200  # of what retrieved.jsonl stores: pixels, and characters of a caption
 
 
 @dataclass
@@ -56,6 +64,7 @@ class EvaluateConfig:
     classnames: str | None = key(None, "class names of these shards: a file, or 'imagenet'")
     templates: str | None = key(None, "prompt templates for these shards: a file, or 'imagenet'")
     index: str | None = key(None, "folder of the index of these shards")
+    shown: int = key(0, "images to store with their nearest captions", least=0, most=100)
     device: str = key("auto", "device of the evaluation", choices=("auto", "cpu", "cuda"))
 
 
@@ -66,6 +75,8 @@ def main(config: EvaluateConfig) -> None:
     trained = evaluated_config(trained, config)
     if trained.evaluation.name == "none":
         raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])
+    if config.shown and trained.evaluation.name == "zero_shot":
+        raise ConfigError([f"shown={config.shown} needs evaluation=retrieval or evaluation=both"])
     preflight(trained, training=False)
     with closing(Waiting(f"evaluating {run}")):
         row, results, chance = evaluated(run, trained, config)
@@ -92,6 +103,7 @@ def evaluated(
     built = build(trained, open_data(trained, training=False))
     built.state.load(checkpoint, model_only=True)
     evaluation, model = built.evaluation(), built.task.model
+    evaluation.num_shown = config.shown
     converts = config.precision.recipe == "int8_inference"
     if converts and not built.layers:
         raise ConfigError([f"{trained.model.name} has no layer that int8_inference converts"])
@@ -103,9 +115,25 @@ def evaluated(
         if before is not None:
             agrees = evaluation.predictions == before
             results["int8/agreement"] = agrees.double().mean().item()
+    if evaluation.nearest:
+        rows = [retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
+        durable.replace(run / "retrieved.jsonl", "".join(map(encode_row, rows)).encode())
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
     row = {"step": step_of(checkpoint), "val": trained.data.val, **facts}
     return row, results, evaluation.chance
+
+
+def retrieved(val: Shards, image: int, nearest: list[int]) -> dict:
+    """A row of retrieved.jsonl: a small JPEG in base64, its caption and the nearest captions."""
+    from PIL import Image
+
+    pairs = [val.read_pair(*val.locate(sample)) for sample in (image, *nearest)]
+    caption, *captions = (text.decode("utf-8", "replace")[:LONGEST] for _, text in pairs)
+    picture, file = Image.open(io.BytesIO(pairs[0][0])).convert("RGB"), io.BytesIO()
+    picture.thumbnail((SIDE, SIDE))
+    picture.save(file, "JPEG", quality=80)
+    jpeg = base64.b64encode(file.getvalue()).decode()
+    return {"sample": image, "jpeg": jpeg, "caption": caption, "nearest": captions}
 
 
 def evaluated_config(trained: Config, config: EvaluateConfig) -> Config:

@@ -31,10 +31,13 @@ class Evaluation:
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     build_classifier: Callable[[nn.Module], Tensor] | None = None
     retrieval: bool = False  # whether to measure the loss, and recall in both directions
+    num_shown: int = 0  # images of which `nearest` is kept, at equal distances in the whole set
     each: Callable[[Callable], list] = lambda make: [make()]
-    # after a call: the results of a model that guesses; the nearest class of each image
+    # after a call: the results of a model that guesses; the nearest class of each image; by the
+    # sample number of an image shown, those of its nearest captions
     chance: dict[str, float] = field(default_factory=dict, init=False)
     predictions: Tensor | None = field(default=None, init=False)
+    nearest: dict[int, list[int]] = field(default_factory=dict, init=False)
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -65,7 +68,7 @@ class Evaluation:
             own.append([image, batch.labels, torch.tensor([len(batch.skips)])])
             if self.retrieval:
                 text = model.encode_text(tokens, normalize=True).float()[:count]
-                own[-1] += [tokens[:count], text]
+                own[-1] += [tokens[:count], text, batch.samples]
         by_process = self.each(lambda: [[tensor.cpu() for tensor in batch] for batch in own])
         in_order = [batch for turn in zip(*by_process, strict=True) for batch in turn]
         image_features, labels, skips, *pairs = (
@@ -83,11 +86,15 @@ class Evaluation:
                 results[f"zero_shot/top{k}"] = accuracy
                 self.chance[f"zero_shot/top{k}"] = min(1, k / classifier.shape[1])
         if self.retrieval:
-            tokens, text_features = pairs
+            tokens, text_features, samples = pairs
             scale = model.logit_scale.detach().float().exp()
             results["retrieval/loss"] = contrastive_loss(image_features, text_features, scale)
             self.chance["retrieval/loss"] = math.log(min(len(labels), LOSS_BATCH))
             unique, captions = torch.unique(tokens, dim=0, return_inverse=True)
+            if num := min(self.num_shown, len(labels)):
+                shown = torch.arange(num, device=labels.device) * len(labels) // num
+                nearest = samples[nearest_captions(image_features[shown], text_features, captions)]
+                self.nearest = dict(zip(samples[shown].tolist(), nearest.tolist(), strict=True))
             for k in (1, 5, 10):
                 to_text, to_image = recall_at(image_features, text_features, captions, k)
                 results[f"retrieval/image_to_text_r{k}"] = to_text
@@ -118,13 +125,28 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
     `images`, `texts`: features [pairs, embed_dim]; `captions`: int64 [pairs]. Pairs with the same
     caption have the same number, and each of them is a correct answer.
     """
-    unique_captions, inverse = captions.unique(return_inverse=True)
-    positions = torch.arange(len(captions), device=captions.device)
-    first = torch.full_like(unique_captions, len(captions))
-    first = first.scatter_reduce(0, inverse, positions, reduce="amin")
+    unique_captions, first = _first_of_each(captions)
     to_text = _hit_rate(images, captions, texts[first], unique_captions, k)
     to_image = _hit_rate(texts[first], unique_captions, images, captions, k)
     return to_text, to_image
+
+
+def nearest_captions(images: Tensor, texts: Tensor, captions: Tensor, k: int = 3) -> Tensor:
+    """Returns the positions of the k captions nearest to each image, int64 [images, k].
+
+    Equal captions count once, as the first of them. `images`: features [images, embed_dim]; `texts`
+    and `captions` as in `recall_at`. k is at most the number of captions.
+    """
+    _, first = _first_of_each(captions)
+    return first[(images @ texts[first].T).topk(min(k, len(first)), dim=1).indices]
+
+
+def _first_of_each(captions: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct numbers, and the first position of each."""
+    unique, inverse = captions.unique(return_inverse=True)
+    positions = torch.arange(len(captions), device=captions.device)
+    first = torch.full_like(unique, len(captions))
+    return unique, first.scatter_reduce(0, inverse, positions, reduce="amin")
 
 
 def contrastive_loss(

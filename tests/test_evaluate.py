@@ -104,3 +104,14 @@ def test_unreadable_samples_are_left_out_and_counted():
     assert with_empty_batch == {**whole, "evaluation/skipped": 3}
     with pytest.raises(ValueError, match="none of the 5 validation samples"):
         evaluate([batch_of([], 5)])
+
+
+def test_images_at_equal_distances_have_their_nearest_captions_once():
+    batches = [batch_of([3, 0, 2, 2, 1], 0)]  # the numbers of samples, and of captions
+    evaluation = Evaluation(lambda: iter(batches), nn.Identity(), retrieval=True, num_shown=2)
+    evaluation(TokenModel())
+    assert {image: captions[0] for image, captions in evaluation.nearest.items()} == {3: 3, 2: 2}
+    assert all(len({*captions}) == 3 for captions in evaluation.nearest.values())
+    evaluation.num_shown = 9
+    evaluation(TokenModel())
+    assert evaluation.nearest.keys() == {0, 1, 2, 3}  # at most all

@@ -16,7 +16,7 @@ from analysis.load import Runs
 from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, Budget, RunData, collect_run, readable
-from analysis.run_files import NO_TENSORS
+from analysis.run_files import NO_TENSORS, read_row_file
 from analysis.spike_marks import TENSOR, in_words
 from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
@@ -29,6 +29,7 @@ TEMPLATES = Environment(
 POINTS = 72_000  # of all runs, for each of the three curves of a run
 MAX_POINTS = 4000  # of one run; with these limits a page has at most about 10 MB
 SPIKES = 300  # listed, of all runs
+SHOWN, MAX_JPEG = 8, 20_000  # images with their captions, of each run; characters of one
 NOT_SETTINGS = {
     *("run", "digest", "path", "state", "step", "reason", "note", "precision.label"),
     *("num_workers", "method", "variant", "label", "group", "name", "run_dir", "data.digest"),
@@ -111,6 +112,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         settings_table=tables[0],
         runs=tables[1],
         failures=_failures(data, names),
+        retrieved=[(names[i], rows) for i, run in enumerate(data) if (rows := _retrieved(run))],
         settings=[(key, _field(value, unset="null")) for key, value in shared.items()],
         embedded={"data": script, "curves-figure": json.loads(curves.to_json())},
     )
@@ -295,6 +297,13 @@ def _failures(data: list[RunData], names: list[Field]) -> dict:
             fields = [names[i], *_progress(run), _field("; ".join(why) or None), path]
             rows.append({"run": i, "fields": fields})
     return {"titles": ["run", "state", "steps", "reason", "path"], "rows": rows}
+
+
+def _retrieved(run: RunData) -> list[dict]:
+    """The rows of retrieved.jsonl that are whole: an image, its caption and the nearest ones."""
+    rows, _ = read_row_file(run.summary, "retrieved")
+    rows = [row for row in rows if {"jpeg", "caption", "nearest"} <= row.keys()]
+    return [row for row in rows if len(row["jpeg"]) < MAX_JPEG][:SHOWN]
 
 
 def _progress(run: RunData) -> list[Field]:

@@ -294,6 +294,7 @@ class Config:
     name: str = key("run", "folder name of a run that belongs to no experiment")
     experiment: str | None = key(None, "name of the study that the run belongs to")
     scale: str = key("mini", "scale of the study", choices=SCALES)
+    remark: str | None = key(None, "free text about the run, for its reader", identity=False)
     seed: int = key(0, "seed of weights, dropout and sample order", least=0, below=2**31)
     num_steps: int = key(1000, "number of optimizer steps", least=1)
     batch_size: int = key(128, "image-text pairs per step, over all ranks", least=2)

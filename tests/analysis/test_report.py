@@ -21,6 +21,7 @@ from analysis.report.plots import looks
 from lowprec import waiting
 from lowprec.config.schema import PrecisionChangeConfig
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
+from tests.analysis.conftest import write_rows
 
 CONV = "visual.conv1.weight"
 VOID = {"meta", "img", "input", "br", "line", "link"}
@@ -45,7 +46,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         values = dict(attributes)
-        self.loads += [value for name, value in attributes if name in LOADS]
+        sources = [value for name, value in attributes if name in LOADS]
+        self.loads += [value for value in sources if not value.startswith("data:image/jpeg;")]
         self.loads += [values["href"]] if not values.get("href", "#").startswith("#") else []
         assert not [name for name in values if name.startswith("on")]
         self.ids += [values["id"]] if "id" in values else []
@@ -296,6 +298,20 @@ def test_hostile_names_and_reasons_never_become_markup(make_run, page_of):
     assert any("</script>" in label for label in page.data["labels"])
     drawn = json.dumps([trace["name"] for trace in page.figure["data"]])
     assert "<" not in drawn  # plotly would read it as markup
+
+
+def test_remarks_and_retrieved_captions_are_shown(make_run, page_of):
+    run, other = make_run(seed=0, remark=f"warm {HOSTILE}"), make_run(seed=1)
+    assert page_of().tags.count("img") == 0
+    good = {"sample": 0, "jpeg": "/9j/", "caption": HOSTILE, "nearest": ["a cat", HOSTILE]}
+    rows = [good, good | {"jpeg": 7}, {"jpeg": "/9j/"}, good | {"jpeg": "/" * 20_000}]
+    write_rows(run / "retrieved.jsonl", rows)
+    write_rows(other / "retrieved.jsonl", [good | {"caption": "other"}] * 9)
+    page = page_of()
+    assert page.tags.count("img") == 9 and page.tags.count("li") == 18
+    assert page.section("Retrieved captions").count("a cat") == 9
+    assert page.tags.count("b") == 3  # two of the cards, and one caption that is the image's own
+    assert f"warm {HOSTILE}" in page.text
 
 
 def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):

@@ -1,5 +1,7 @@
 """A folder of experiments.export, loaded by open_clip in a fresh process and as initial weights."""
 
+import base64
+import io
 import json
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from experiments import evaluate, export
@@ -28,6 +31,7 @@ RUNS = {  # folder: what its run changes
 }
 CHECK = """
 import torch
+from PIL import Image
 images, tokens = torch.load("batch.pt")
 model.eval()
 with torch.no_grad():
@@ -123,7 +127,7 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
     for name in ("retrieval", "none"):
         config = make_config({"num_steps": 2, "save_every": 2, "evaluation.name": name})
         run_once(config, tmp_path / name)
-    own = EvaluateConfig(str(tmp_path / "retrieval"), device="cpu")
+    own = EvaluateConfig(str(tmp_path / "retrieval"), device="cpu", shown=2)
     with_task = EvaluateConfig(own.run, evaluation=ChosenEvaluation("zero_shot"), device="cpu")
     for evaluated in (own, with_task):
         evaluate.main(evaluated)
@@ -131,5 +135,13 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
     assert first["step"] == 2 and "retrieval/loss" in first and "zero_shot/top1" not in first
     assert "zero_shot/top1" in second and "retrieval/loss" not in second
     assert capsys.readouterr().out.count("2 of 2") == 2
+    rows = read_rows(tmp_path / "retrieval" / "retrieved.jsonl")
+    assert [len(row["nearest"]) for row in rows] == [3, 3] and rows[0]["sample"] == 0
+    assert rows[0]["caption"] == "a red square" and len({*rows[0]["nearest"]}) == 3
+    with Image.open(io.BytesIO(base64.b64decode(rows[1]["jpeg"]))) as image:
+        assert image.format == "JPEG" and max(image.size) <= 96
+    with_task.shown = 2
+    with pytest.raises(ConfigError, match="shown=2 needs evaluation=retrieval"):
+        evaluate.main(with_task)
     with pytest.raises(ConfigError, match="has evaluation=none: choose"):
         evaluate.main(EvaluateConfig(str(tmp_path / "none"), device="cpu"))

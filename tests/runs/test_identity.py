@@ -19,7 +19,7 @@ from lowprec.runs.read import read_config
 
 SOURCES = {"data": "a" * 64}
 NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
-    *("device", "num_workers", "run_dir", "log_every", "save_every", "keep_checkpoints"),
+    *("remark", "device", "num_workers", "run_dir", "log_every", "save_every", "keep_checkpoints"),
     *("logger.name", "diagnostics.recorder.enabled", "deterministic"),
     *("data.train", "data.val", "data.classnames", "data.templates", "data.index"),
     *("model.init_from", "resume.allow_reshard", "resume.allow_drift"),
