@@ -21,6 +21,7 @@ import pyarrow.parquet
 
 from analysis.run_files import ARCHIVE
 from experiments.entry import run_command
+from lowprec.config.check import RunError
 from lowprec.config.schema import key
 from lowprec.runs.read import find_runs
 
@@ -47,9 +48,9 @@ def main(config: CompactConfig) -> None:
     runs = find_runs(root)
     ended = [run for run in runs if (run / "tensors.parquet").exists()]
     if not ended:
-        sys.exit(f"run={root}: no run has ended (there is no tensors.parquet)")
+        raise RunError(f"run={root}: no run has ended (there is no tensors.parquet)")
     if out.exists():
-        sys.exit(f"out={out} already exists")
+        raise RunError(f"out={out} already exists")
     for archive in root.glob(f"**/{ARCHIVE}"):
         print(f"{archive}: left out: an archive is not copied", file=sys.stderr)
     for run in sorted(set(runs) - set(ended)):
@@ -58,10 +59,12 @@ def main(config: CompactConfig) -> None:
         try:
             names = pyarrow.parquet.read_schema(run / "tensors.parquet").names
         except (pyarrow.ArrowException, OSError) as error:
-            sys.exit(f"{run}/tensors.parquet is damaged: {error}; nothing was copied")
+            text = f"{run}/tensors.parquet is damaged: {error}; nothing was copied"
+            raise RunError(text) from error
         if _matching(names, config.tensors) == ["step"]:
             few = sorted({name.partition("/")[2] for name in names} - {""})[:5]
-            sys.exit(f"{run}: tensors={config.tensors} matches none of its tensors, such as {few}")
+            text = f"tensors={config.tensors} matches none of its tensors, such as {few}"
+            raise RunError(f"{run}: {text}")
     if out.name != ARCHIVE:
         for run in ended:
             compact(run, out / run.relative_to(root), config.tensors)

@@ -103,7 +103,7 @@ def run_command(
         except ConfigError as error:
             refuse(error)
         except RunError as error:
-            sys.exit(str(error))
+            sys.exit(f"error: {error}")
 
 
 def parse_command(words: Sequence[str] | None = None) -> argparse.Namespace:

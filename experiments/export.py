@@ -8,7 +8,6 @@ is, and prints the lines that load it. With model.init_from=exported/nano, a run
 folder or file.
 """
 
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from experiments.entry import run_command
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import key
 from lowprec.nearest import nearest_path
 from lowprec.runs.attempts import step_of
@@ -47,7 +46,8 @@ def main(config: ExportConfig) -> None:
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        sys.exit(f"source={config.source} cannot be exported: {str(error).splitlines()[0]}")
+        why = str(error).splitlines()[0]
+        raise RunError(f"source={config.source} cannot be exported: {why}") from error
 
 
 def export(source: Path, out: Path) -> None:

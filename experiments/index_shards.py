@@ -5,10 +5,10 @@ python -m experiments.index_shards shards='some/where/train-*.tar' index=some/fo
 Several sets may share one index folder.
 """
 
-import sys
 from dataclasses import dataclass
 
 from experiments.entry import run_command
+from lowprec.config.check import RunError
 from lowprec.config.schema import key
 from lowprec.data.index import open_shards
 
@@ -26,7 +26,7 @@ def main(config: IndexConfig) -> None:
     try:
         shards = open_shards(config.shards, config.index, name="shards", accept=True)
     except (FileNotFoundError, ValueError) as error:
-        sys.exit(str(error))
+        raise RunError(error) from error
     labeled = int((shards.labels >= 0).sum())
     print(
         f"{len(shards.paths)} shards, {shards.num_samples} pairs, {labeled} with a class, "

@@ -5,11 +5,11 @@
 The same arguments give the same bytes, for any number of processes.
 """
 
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments.entry import run_command
+from lowprec.config.check import RunError
 from lowprec.config.schema import key
 from lowprec.data.index import open_shards
 from lowprec.data.shapes import render_shapes
@@ -34,7 +34,7 @@ def main(config: MakeShapesConfig) -> None:
     try:
         render_shapes(out, **options)
     except (ValueError, OSError) as error:
-        sys.exit(str(error))
+        raise RunError(error) from error
     for split in ("train", "val") if config.num_val else ("train",):
         pattern = f"{out}/{split}-*.tar"
         shards = open_shards(pattern, name=f"data.{split}", accept=True)

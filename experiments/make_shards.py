@@ -9,7 +9,6 @@ some rows (a missing or damaged image, an empty caption), all of them are listed
 written; with skip_bad=true they are left out.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +37,9 @@ def main(config: MakeShardsConfig) -> None:
         raise ConfigError([f"out={config.out} has one of *?[{{}}\\, which data.train would expand"])
     table, out = Path(config.table), Path(config.out)
     if near := nearest_path(table):
-        sys.exit(f"table={table} does not exist{near}")
+        raise RunError(f"table={table} does not exist{near}")
     if table.is_dir():
-        sys.exit(f"table={table} is a folder; a CSV file is expected")
+        raise RunError(f"table={table} is a folder; a CSV file is expected")
     from lowprec.data.table import write_shards  # loads torch
 
     columns = [config.image, config.caption, *([config.label] if config.label else [])]
@@ -48,11 +47,11 @@ def main(config: MakeShardsConfig) -> None:
         bad = write_shards(table, out, columns, config.skip_bad)
         shards = open_shards(f"{out}/*.tar", name="shards", accept=True)
     except UnicodeDecodeError:
-        sys.exit(f"table={table} is not UTF-8 text; save it as UTF-8")
+        raise RunError(f"table={table} is not UTF-8 text; save it as UTF-8") from None
     except RunError:  # names another file
         raise
     except (ValueError, OSError) as error:
-        sys.exit(f"table={table}: {error}")
+        raise RunError(f"table={table}: {error}") from error
     print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")
     print(f"data.{'val' if out.name == 'val' else 'train'}='{out}/*.tar'")
 

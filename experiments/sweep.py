@@ -363,7 +363,7 @@ def command(arguments: list[str]) -> None:
     except ConfigError as error:
         refuse(error)
     except RunError as error:
-        sys.exit(str(error))
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(f"\nInterrupted. {_what_continues(verb, texts)}")
 

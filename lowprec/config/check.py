@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowprec.config.combinations import combination_faults
-from lowprec.config.schema import REMOVED_OPTIMIZERS, Config, WarningConfig
+from lowprec.config.schema import REMOVED_OPTIMIZERS, RETIRED, Config, WarningConfig
 from lowprec.nearest import nearest
 
 MISSING = "???"
@@ -104,6 +104,7 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 def unknown_key(path: str, legal: Iterable[str]) -> str:
     """The fault for a key that the schema does not have; the nearest key comes first."""
+    legal = [key for key in legal if not key.startswith(RETIRED)]
     root = path.partition(".")[0]
     if root in ("launcher", "dry_run") and root not in legal:
         return f"{path}: only experiments.sweep has this key"

@@ -9,6 +9,7 @@ import pytest
 
 from analysis import load_runs, run_files
 from experiments.compact import SMALLER, CompactConfig, main
+from lowprec.config.check import RunError
 from tests.analysis.conftest import make_run
 
 
@@ -36,7 +37,7 @@ def damage(folder):
 def test_nothing_is_copied_if_one_run_cannot_be(folder, tmp_path, tensors, change, why):
     if change:
         change(folder)
-    with pytest.raises(SystemExit, match=why):
+    with pytest.raises(RunError, match=why):
         main(CompactConfig(run=str(folder), out=str(tmp_path / "out"), tensors=tensors))
     assert not (tmp_path / "out").exists()
 

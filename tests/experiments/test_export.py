@@ -19,7 +19,7 @@ from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import build_model, model_config
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import ModelConfig
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -103,7 +103,7 @@ def test_a_run_starts_from_an_exported_folder_with_equal_weights(exported, make_
 def test_a_folder_needs_a_run(exported):
     export.main(ExportConfig("runs/plain", "new/w.safetensors"))
     export.main(ExportConfig("runs/plain", "w.safetensors"))
-    with pytest.raises(SystemExit, match="a folder needs a run"):
+    with pytest.raises(RunError, match="a folder needs a run"):
         export.main(ExportConfig("w.safetensors", "folder"))
 
 

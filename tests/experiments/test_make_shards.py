@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from experiments.entry import run_command
 from experiments.make_shards import MakeShardsConfig, main
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.data import table as tables
 from lowprec.data.index import open_shards
 from lowprec.data.loader import Batches, decode_image
@@ -107,9 +108,15 @@ def test_what_cannot_be_made_is_refused(photos, tmp_path, content, changes, faul
     table = "good.csv" if content is None else "damaged.csv"
     keys = {"table": table, "out": "out", **changes}
     keys |= {"table": str(photos / keys["table"]), "out": str(tmp_path / keys["out"])}
-    with pytest.raises((SystemExit, ConfigError), match=fault):
+    with pytest.raises((RunError, ConfigError), match=fault):
         main(MakeShardsConfig(**keys))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_of_the_table_is_told_as_those_of_other_commands(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["make_shards", "table=/no.csv", "out=x"])
+    with pytest.raises(SystemExit, match="^error: table=/no.csv does not exist; / has no similar"):
+        run_command(main, "make_shards", MakeShardsConfig)
 
 
 def test_labels_and_other_names_of_columns(photos, tmp_path, capsys):
@@ -119,7 +126,7 @@ def test_labels_and_other_names_of_columns(photos, tmp_path, capsys):
     main(MakeShardsConfig(table, str(tmp_path / "val"), **options))
     assert f"data.val='{tmp_path}/val/*.tar'" in capsys.readouterr().out
     assert samples(tmp_path / "val")[2] == list(range(len(GOOD)))
-    with pytest.raises(SystemExit, match=r"line 5 .*: the class is '\"CMYK.*, not a number"):
+    with pytest.raises(RunError, match=r"line 5 .*: the class is '\"CMYK.*, not a number"):
         rows = write_table(photos / "t.csv", GOOD[2:4])
         main(MakeShardsConfig(rows, str(tmp_path / "other"), label="title"))
 
@@ -128,7 +135,7 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     monkeypatch.setattr(tables, "SAMPLES_PER_SHARD", 3)
     table = write_table(photos / "bad.csv", [*(fields for fields, _ in BAD), *GOOD])
     config = MakeShardsConfig(table, str(tmp_path / "deep" / "out"))
-    with pytest.raises(SystemExit, match=f"{len(BAD)} of {len(BAD + GOOD)} rows") as refused:
+    with pytest.raises(RunError, match=f"{len(BAD)} of {len(BAD + GOOD)} rows") as refused:
         main(config)
     first, *lines = str(refused.value).splitlines()
     assert "nothing was written; skip_bad=true leaves them out:" in first
@@ -141,7 +148,7 @@ def test_all_bad_rows_are_named_and_left_out_on_request(photos, tmp_path, capsys
     assert samples(tmp_path / "deep" / "out")[1] == [caption for _, caption in GOOD]
     printed = capsys.readouterr().out
     only_bad = write_table(photos / "only_bad.csv", [BAD[0][0]])
-    with pytest.raises(SystemExit, match="1 of 1 rows cannot be read, so nothing was written:"):
+    with pytest.raises(RunError, match="1 of 1 rows cannot be read, so nothing was written:"):
         main(MakeShardsConfig(only_bad, str(tmp_path / "out"), skip_bad=True))
     assert f"{len(GOOD)} pairs, {len(BAD)} left out" in printed
     assert f"\ndata.train='{tmp_path}/deep/out/*.tar'\n" in printed

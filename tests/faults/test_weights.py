@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from experiments import export
 from lowprec.clip.export import read_weights
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.train.build import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -80,7 +80,7 @@ def test_init_from_and_export_refuse_code(tmp_path, payload, canary, make_config
     WEIGHTS[name](tmp_path / name, payload(canary))
     with pytest.raises(ConfigError, match=rf"model\.init_from: .*{name} cannot be read"):
         build(make_config({"model.init_from": str(tmp_path / name)}), data=None)
-    with pytest.raises(SystemExit, match=f"source=.*{name} cannot be exported: [^\n]+$"):
+    with pytest.raises(RunError, match=f"source=.*{name} cannot be exported: [^\n]+$"):
         export.main(export.ExportConfig(str(tmp_path / name), str(tmp_path / "out.pt")))
     assert not (tmp_path / "out.pt").exists()
 
