@@ -122,6 +122,12 @@ def test_the_page_is_short_and_has_the_twelve_verdicts_of_the_claims():
     assert len(section.partition("\n\n## ")[0].splitlines()) <= 12
 
 
+@pytest.mark.parametrize("page", ["README.md", "GUIDE.md", "RESULTS.md", "PROTOCOL.md"])
+def test_pages_say_that_a_claim_beyond_the_twelve_is_not_judged(page):
+    for line in (ROOT / "experiments" / page).read_text().splitlines():
+        assert not re.search(r"\bC1[3-9]\b", line) or "not judged" in line, line
+
+
 def test_the_rows_of_the_appendix_are_those_of_the_claims():
     lines = CLAIMS.partition("## All rows")[2].splitlines()
     claims = [[cell.strip() for cell in line.split(" | ")] for line in lines if "| C" in line[:4]]
