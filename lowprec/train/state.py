@@ -58,7 +58,10 @@ class TrainState:
         files = {}
         for kind, tensors in self._tensors().items():
             gathered = ((name, whole(tensor)) for name, tensor in tensors.items())
-            if own := {name: x.detach().contiguous().cpu() for name, x in gathered if first}:
+            own = {  # copies: the library refuses tensors that share memory
+                name: x.detach().contiguous().to("cpu", copy=True) for name, x in gathered if first
+            }
+            if own:
                 files[kind + SUFFIX] = save(own)
         if first:
             rng = {"cpu": torch.get_rng_state()}
