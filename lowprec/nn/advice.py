@@ -107,19 +107,22 @@ class Advice:
             noise = [of[f"{part}_sqnr_db"] for part in PRODUCTS]
             cells += [f"{_worst(numbers):.1f}" if numbers else "16 bit" for numbers in noise]
             zeros, peaks = ([of[f"{p}_{key}"] for p in PRODUCTS] for key in ("underflowed", "peak"))
-            cells += [f"{max(chain(*zeros)):.1%}", f"{max(chain(*peaks)):.0f}", text]
-            table.append(cells)
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            cells += [f"{max(chain(*zeros)):.1%}", f"{max(chain(*peaks)):.0f}"]
+            table.append([*cells, "" if text == "not timed" else text])
         saved = ", ".join(f"{name} {ms:.3f} ms" for name, ms in self.saved_ms.items())
-        lines = [f"expected to save in a step: {saved}"] if saved else []
+        lines = [f"expected to save in a step: {saved}"] if saved else ["not timed: no GPU"]
         if self.waits_for_host:
             lines.append(
                 f"not yet: of {self.step_ms:.1f} ms, kernels take {self.kernel_ms:.1f} ms, and the "
                 "GPU waits for the host; use CUDA graphs or larger batches first"
             )
-        for name, *cells, text in table:
-            cells = map(str.rjust, cells, widths[1:])
-            lines.append("  ".join([name.ljust(widths[0]), *cells, text]))
+        columns = []
+        for head, *cells in zip(*table, strict=True):
+            if any(cells):  # without a GPU, there are no times
+                width = max(map(len, (head, *cells)))
+                align = "<" if head in ("layers", "verdict") else ">"
+                columns.append([f"{cell:{align}{width}}" for cell in (head, *cells)])
+        lines += ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
         return "\n".join(lines)
 
 

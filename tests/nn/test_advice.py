@@ -94,7 +94,9 @@ def test_a_row_for_each_recipe_and_layer_counts_all_calls_and_takes_the_worst(mo
     each = [advise(model, one, **options).rows[1]["output_sqnr_db"] for one in (small, large)]
     assert shared["output_sqnr_db"] == min(each)
     assert json.loads(json.dumps(result.rows)) == result.rows
-    assert all(text in repr(result) for text in ("20.000 ms", "shared", "80.0%", "gain"))
+    printed = repr(result)
+    assert all(text in printed for text in ("16 bit (ms)", "20.000 ms", "shared", "80.0%", "gain"))
+    assert "not timed" not in printed
 
 
 @pytest.mark.parametrize(

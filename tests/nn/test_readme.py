@@ -23,6 +23,7 @@ def test_open_clip_examples_run(monkeypatch):
     for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         names, printed = {}, io.StringIO()
         device = "cpu" if "advise" in example else "meta"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda yes="is_available" in example: yes)
         with torch.device(device), contextlib.redirect_stdout(printed):
             exec(example, names)
         assert f"```\n{printed.getvalue()}" in text
