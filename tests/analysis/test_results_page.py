@@ -378,7 +378,9 @@ def test_equality_at_true_size_is_that_of_the_records(equal):
     losses = np.log(frame["validation_loss"]).unstack(0)
     lost = [num_lost(losses.drop(index=seed)) for seed in losses.index]
     assert min(lost) == 1 and lost.count(2) == 4  # of two equalities
-    assert "at least one of the two equalities is lost, and both in four of six cases" in text
+    assert (
+        "at least one of the two equalities is lost, and both are lost in four of six cases" in text
+    )
     means = frame.groupby("recipe")["recall"].mean()
     assert f"R@1 is {means['bf16']:.1f}% in bf16, {means[switchback]:.1f}% with Switch" in PAGE
     assert f"{means[fp8]:.1f}% with tensor-wise fp8 and {means[llm]:.1f}% with LLM.int8()" in PAGE
@@ -403,7 +405,7 @@ def test_messages_on_equality_are_those_of_the_claims():
     fp8 = numbers("C3", "fp8 tensor-wise ends more than 3% above", pattern)
     llm = numbers("C2", "LLM.int8() has a higher validation loss", pattern)
     below = numbers("C1", "SwitchBack int8 has a lower validation loss", pattern)
-    words = "ends {:.1f}% above bf16's (90%: {:.1f} below to {:.1f} above)"
+    words = "ends {:.1f}% above bf16 (90%: {:.1f} below to {:.1f} above)"
     assert words.format(own[0], -own[1], own[2]) in PAGE
     assert f"{-fp8[0]:.1f}% below it ({-fp8[1]:.1f} below to {fp8[2]:.1f} above)" in PAGE
     assert "LLM.int8() ends {:.1f}% above ({:.1f} to {:.1f})".format(*llm[:3]) in PAGE
