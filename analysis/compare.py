@@ -12,6 +12,7 @@ from lowprec.nearest import nearest
 from lowprec.runs.read import ENDED
 
 SCORES = ("recall", "accuracy")  # the first that was evaluated counts
+NAMED = ("model.name", "precision.label", "optimizer.name")  # whose values need no key beside them
 
 
 class Comparison(NamedTuple):
@@ -19,10 +20,10 @@ class Comparison(NamedTuple):
 
     `keys` are the settings in which the runs differ besides the seed, or `model.name` if there are
     none; one that follows from others is left out. `runs` has a row per run that has ended: those
-    of `Runs.runs`, `setting` (the keys' values) and the values: `loss`, as `measures.final_loss`
-    (inf if it diverged); `recall`, the mean R@1 of both directions in %, or else
-    `accuracy`, zero-shot top-1 in % (0 if it diverged); `spikes` and `highest`, the number of loss
-    spikes and the height of the highest (NaN in runs that are too short). `means` [settings,
+    of `Runs.runs`, `setting` (`adamw, beta2=0.9`) and the values: `final loss`, as
+    `measures.final_loss` (inf if it diverged); `recall`, the mean R@1 of both directions in %, or
+    else `accuracy`, zero-shot top-1 in % (0 if it diverged); `spikes` and `highest`, the number of
+    loss spikes and the height of the highest (NaN in runs that are too short). `means` [settings,
     values] and `differences` from `baseline` are `Sample`s over seeds; runs are paired by seed
     where all keys but `varied` are equal.
     """
@@ -43,14 +44,16 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     `precision` stands for `precision.label`, and so on.
     """
     table = runs.runs.set_index("run").loc[measures.named_heads(runs)["run"]].reset_index()
-    names = ["model.name", "precision.label", "optimizer.name", *comparison.columns(table)]
-    settings = table[list(dict.fromkeys(names))].map(comparison.written)
+    names = dict.fromkeys([*NAMED, *comparison.columns(table)])
+    settings = table[list(names)].map(comparison.written)
     keys, num = [], 1
     for key in settings:
         if (more := len(settings[[*keys, key]].drop_duplicates())) > num:
             keys, num = [*keys, key], more
     keys = keys or ["model.name"]
-    table = table.assign(**settings[keys], setting=settings[keys].agg(", ".join, axis=1))
+    texts = [settings[k] if k in NAMED else f"{comparison.short(k)}=" + settings[k] for k in keys]
+    setting = pd.concat(texts, axis=1).agg(", ".join, axis=1)
+    table = table.assign(**settings[keys], setting=setting)
     ended = table[table["state"].isin(ENDED)]
     if ended.empty:
         raise NoRunsError(f"{runs.root}: no run has ended yet")
@@ -86,7 +89,7 @@ def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     diverged = ended["state"] == "diverged"
     ended.loc[diverged, scores] = 0.0
     losses = runs.metrics.groupby("run")["loss"].agg(measures.final_loss)
-    ended["loss"] = ended["run"].map(losses).mask(diverged, math.inf)
+    ended["final loss"] = ended["run"].map(losses).mask(diverged, math.inf)
     ended[["spikes", "highest"]] = math.nan
     for at, head in ended.iterrows():
         series = spike_marks.read_series(runs.only(head["run"]), spike_marks.TENSOR)
@@ -94,4 +97,4 @@ def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         if not spike_marks.why_unexamined(len(series.loss), protocol):
             heights = spike_marks.spike_table(series, protocol)["height"]
             ended.loc[at, ["spikes", "highest"]] = len(heights), max(heights, default=0.0)
-    return ended, ["loss", *scores, "spikes", "highest"]
+    return ended, ["final loss", *scores, "spikes", "highest"]

@@ -31,12 +31,12 @@ def test_differences_are_between_runs_of_one_seed_and_equal_other_settings(runs)
     found = compare(runs, "optimizer.beta2", "0.9")
     assert found.keys == ["optimizer.name", "optimizer.beta2"]
     assert len(found.runs) == 9  # the unfinished run does not count
-    [difference] = found.differences["loss"]  # StableAdamW has no second beta2
-    assert list(found.differences.index) == ["adamw, 0.99"]
+    [difference] = found.differences["final loss"]  # StableAdamW has no second beta2
+    assert list(found.differences.index) == ["adamw, beta2=0.99"]
     assert difference.mean == pytest.approx(1.1) and difference.num == 3  # 1.0, 1.1, 1.2
     assert difference.low == pytest.approx(1.1 - 4.303 * 0.1 / 3**0.5, abs=1e-3)
-    means = found.means.loc["stable_adamw, 0.9"]
-    assert str(means["loss"]) == "inf [nan, nan], 3 seeds"  # of which one diverged
+    means = found.means.loc["stable_adamw, beta2=0.9"]
+    assert str(means["final loss"]) == "inf [nan, nan], 3 seeds"  # of which one diverged
     assert means["recall"].mean == pytest.approx(20.0)  # 30% twice, 0 for the diverged run
     assert pd.isna(found.runs["spikes"]).all()  # too short for any
 
