@@ -113,13 +113,16 @@ def resubmit(texts: list[str]) -> None:
             raise ConfigError([f"{word}: no such option{nearest(word, TO_RESUBMIT)}"])
     which = tuple(state for word in texts for state in TO_RESUBMIT.get(word, ()))
     if not which:
-        sys.exit("which runs? python -m experiments.sweep resubmit --failed (or --cancelled) ...")
+        text = "which runs? python -m experiments.sweep resubmit --failed (or --cancelled) ..."
+        raise ConfigError([text])
     launching, overrides = _split(texts)
     folder = _find([text for text in overrides if text not in TO_RESUBMIT]).folder
     with locked(folder / ".lock"):
         plan = Plan(folder)
         if not plan.launchers:
-            sys.exit("nothing in this sweep was submitted: python -m experiments.sweep submit")
+            raise RunError(
+                "nothing in this sweep was submitted: python -m experiments.sweep submit"
+            )
         launcher, dry_run = _relaunch(plan, launching)
         hand_over(plan, [run.index for run in plan.runs], which, launcher, dry_run)
 

@@ -25,6 +25,8 @@ class MomentReader:
         self._addresses = AddressTables()
         self._key: tuple = ()
         self._grads_at: list[int] = []
+        if any("betas" not in group for group in optimizer.param_groups):
+            raise self._nothing_to_watch()
 
     def read(self, params: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The global gradient norm, 0-d, and rms, grad_norm and update_norm, [tensors, 3].
@@ -45,8 +47,7 @@ class MomentReader:
         try:
             moments = [[state[kind] for state in states] for kind in MOMENTS]
         except KeyError:
-            kind = type(self.optimizer).__name__
-            raise ValueError(f"{kind} has no exp_avg and exp_avg_sq to watch") from None
+            raise self._nothing_to_watch() from None
         columns = map(all_local, (params, grads, *moments))
         tensors = Tensors(*columns, *[[None] * len(rows)] * 3)
         with on_device(self.device):
@@ -62,6 +63,10 @@ class MomentReader:
             update_norms = torch.where(is_skipped, 0.0, update_norms)
         table = torch.stack([rms, grad_norms, update_norms], dim=1)
         return torch.linalg.vector_norm(grad_norms), expand_rows(table, rows, len(self.names))
+
+    def _nothing_to_watch(self) -> ValueError:
+        text = f"{type(self.optimizer).__name__} has no exp_avg and exp_avg_sq to watch"
+        return ValueError(f"{text}: use AdamW, Adam or StableAdamW")
 
     def _prepare(
         self, rows: tuple[int, ...], params: list[Tensor], grads: list[Tensor], tensors: Tensors

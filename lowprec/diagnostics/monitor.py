@@ -1,5 +1,6 @@
 """Watches the optimizer of any training loop: RMS_t of every tensor, norms, loss, and spikes."""
 
+import itertools
 import json
 import logging
 import math
@@ -59,14 +60,15 @@ def watch(
         flush: steps between copies to the host, and between reports of spikes.
         step: steps taken before, in a resumed run.
         protocol: what counts as a spike, or a name in PROTOCOLS. "paper" ignores the first 1,000
-            steps: `dataclasses.replace(PROTOCOLS["paper"], ignore_steps=100)` ignores fewer.
+            steps, `Protocol(ignore_steps=100)` the first 100.
         group: processes over which `Monitor.loss` is averaged, such as `dist.group.WORLD`; then all
             of them must watch. None: each process records its own.
 
     Raises:
-        ValueError: an unknown protocol, a number out of bounds, or parameters on several devices;
-            at a step, an optimizer that has no such state, uses amsgrad, adds weight decay to
-            the gradient, as Adam does, or has since got other parameters or another order of them.
+        ValueError: an unknown protocol, a number out of bounds, parameters on several devices, or
+            an optimizer without betas, such as SGD; at a step, an optimizer that has no such state,
+            uses amsgrad, adds weight decay to the gradient, as Adam does, or has since got other
+            parameters or another order of them.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -120,8 +122,8 @@ class Monitor:
         self._has_loss = False  # whether the last step was given one
         self._last_loss = 0.0  # at the last flush
         self._given: dict = {}  # to `save`
-        self._saved_to: Path | None = None
-        self._is_resumed = step > 0
+        self._folders: dict[Path, Path] = {}  # by what `save` was given
+        self._first = step + 1
         self._reader = MomentReader(optimizer, self.names, self.device)
         hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
         self._handle = optimizer.register_step_post_hook(hook)
@@ -129,8 +131,12 @@ class Monitor:
     def loss(self, loss: Tensor | float) -> None:
         """Gives the next step its loss; several calls, as in gradient accumulation, are averaged.
 
-        Pass the loss itself: neither scaled nor divided by the number of micro-batches.
+        Pass the loss itself: neither scaled nor divided by the number of micro-batches. Warns if
+        the first watched step had none.
         """
+        if self.step == self._first and not (self._has_loss or self._losses):
+            text = "step %d had no loss: call monitor.loss before optimizer.step(), or each loss is"
+            logger.warning(f"{text} recorded one step late and leads are wrong", self.step)
         if isinstance(loss, Tensor):
             loss = loss.detach().to(self.device, torch.float32).reshape(())
         else:
@@ -209,34 +215,35 @@ class Monitor:
 
         Call it at checkpoints and at the end, in one process; until then, a step takes 12 bytes
         per tensor on the host. The run is "finished", or "diverged" if the last step's loss is not
-        finite. A resumed run, watched with its `step`, may write into its folder
+        finite. If the folder has another run, this one is saved beside it, as `<folder>-2`, with a
+        warning. A resumed run, watched with its `step`, may write into its folder
         again: of a step that is there twice, the later row counts. `config` has keys of
         `lowprec.config.schema` that tell runs apart, such as
         {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}, and the monitor remembers
         them. After an error, the rows remain, and another folder can take them.
 
         Raises:
-            RunError: the folder has a run that `save` has not written or, for a run that was
-                watched with `step=0`, an earlier one.
             ConfigError: a key that the schema does not have, or a value of another type.
             RunBusyError: another process writes there.
             ImportError: pyarrow or pyyaml is missing.
         """
         try:
-            from lowprec.config.check import RunError, require_values
+            from lowprec.config.check import require_values
             from lowprec.runs import durable
             from lowprec.runs.record import Record
         except ImportError as error:
             raise ImportError(
                 "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
             ) from error
-        folder = Path(folder).resolve()
+        asked = Path(folder).resolve()
+        folder = self._folders.get(asked, asked)
         earlier, has_rows = _config_of(folder), (folder / "metrics.jsonl").exists()
-        if earlier == {} or (has_rows and earlier is None):
-            raise RunError(f"{folder} has a run that watch did not record: save elsewhere")
-        if has_rows and not self._is_resumed and self._saved_to != folder:
-            why = "save elsewhere or, to continue it, watch with step=N after N steps"
-            raise RunError(f"{folder} has another run: {why}")
+        is_foreign = earlier == {} or (has_rows and earlier is None)
+        continues = self._first > 1 or asked in self._folders
+        if is_foreign or (has_rows and not continues):
+            earlier, folder = None, _free_folder_beside(folder)
+            text = "%s has another run: this one is saved in %s; if resumed, save it there, too"
+            logger.warning(text, asked, folder)
         self.flush()
         if earlier:  # a resumed run sees only the end of a schedule
             self._largest_lr = max(self._largest_lr, earlier.get("optimizer.lr", 0.0))
@@ -244,14 +251,14 @@ class Monitor:
         config = self._config(folder.name) | given
         require_values(config)
         ignored = self.protocol.ignore_steps
-        if self._saved_to is None and self.step <= ignored:
-            text = "%d steps are saved, and the first %d cannot have spikes: pass watch a protocol"
-            logger.warning(f"{text} with a smaller ignore_steps for short runs", self.step, ignored)
+        if not self._folders and self.step <= ignored:
+            text = "%d steps are saved, and the first %d cannot have spikes: for short runs, pass"
+            logger.warning(f"{text} watch protocol=Protocol(ignore_steps=...)", self.step, ignored)
         record = Record(folder)
         try:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())
-            self._given, self._saved_to = given, folder
+            self._given, self._folders[asked] = given, folder
             record.append("metrics", self._rows)
             record.append("events", spike_events(self._unwritten, self.names))
             if self._tables:
@@ -312,8 +319,7 @@ class Monitor:
             "diagnostics.every": self.every,
             "data.name": "unknown",
         }
-        betas = enumerate(group.get("betas", ()), 1)  # no step has looked at the optimizer yet
-        config |= {f"optimizer.beta{i}": float(beta) for i, beta in betas}
+        config |= {f"optimizer.beta{i}": float(beta) for i, beta in enumerate(group["betas"], 1)}
         positive = {"optimizer.lr": self._largest_lr, "optimizer.eps": float(group.get("eps", 0.0))}
         config |= {key: value for key, value in positive.items() if value}
         return config | {f"diagnostics.spikes.{key}": value for key, value in thresholds.items()}
@@ -335,6 +341,11 @@ def _on_host(numbers: list[Tensor | float]) -> list[float]:
     tensors = [x.reshape(()) for x in numbers if isinstance(x, Tensor)]
     fetched = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(fetched) if isinstance(x, Tensor) else float(x) for x in numbers]
+
+
+def _free_folder_beside(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in names if not path.exists())
 
 
 def _config_of(folder: Path) -> dict | None:

@@ -171,6 +171,22 @@ def test_losses_of_micro_batches_are_averaged_and_tensors_sampled():
     assert monitor.step == len(monitor.rows()) == 9
 
 
+@pytest.mark.parametrize("order", ["before", "after", "never at first"])
+def test_losses_given_after_their_step_are_warned_of_once(order, caplog):
+    model, optimizer = make()
+    monitor = watch(model, optimizer, step=7)
+    for step in range(4):
+        loss_of(model, step).backward()
+        for is_before in (True, False):
+            if is_before == (order == "before"):
+                for micro in (1.0, 2.0) if order != "never at first" or step > 1 else ():
+                    monitor.loss(micro)
+            if is_before:
+                optimizer.step()
+    late = [text for text in caplog.messages if "call monitor.loss before optimizer.step()" in text]
+    assert len(late) == (order == "after") and all("step 8 had no loss" in text for text in late)
+
+
 @pytest.mark.parametrize("kind", ["foreach", "fused", "StableAdamW"])
 def test_a_scaler_unscales_and_skips(kind):
     (model, optimizer), (other, twin) = (make(KINDS[kind][0], **KINDS[kind][1]) for _ in range(2))
@@ -273,9 +289,11 @@ def test_what_cannot_be_watched_is_refused():
         watch(model, optimizer)
         with pytest.raises(ValueError, match=fault):
             optimizer.step()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq .* use AdamW, Adam or"):
+        watch(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    optimizer = torch.optim.Adamax(model.parameters())  # only its state shows it
     watch(model, optimizer)
-    with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq"):
+    with pytest.raises(ValueError, match="Adamax has no exp_avg and .* use AdamW, Adam or"):
         optimizer.step()
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(embedding.parameters())

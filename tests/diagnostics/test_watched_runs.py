@@ -11,7 +11,7 @@ from torch import nn
 
 from analysis import load_runs, spike_marks, spikes
 from analysis.report.page import make_page
-from lowprec.config.check import ConfigError, RunError
+from lowprec.config.check import ConfigError
 from lowprec.diagnostics import watch
 from lowprec.runs.read import read_status
 from tests.diagnostics.watched import (
@@ -45,32 +45,33 @@ def content(folder):
 
 def test_a_run_of_the_harness_is_not_written_into(make_config, run_once, tmp_path):
     run_once(make_config(), tmp_path / "run")
-    before = content(tmp_path / "run")
     model, optimizer = make()
-    for step in (0, 3):
+    for number, step in enumerate((0, 3, 0), 2):
+        if number == 4:
+            (tmp_path / "run" / "config.yaml").unlink()
+        before = content(tmp_path / "run")
         monitor = watch(model, optimizer, step=step)
         take(model, optimizer, monitor, [1])
-        with pytest.raises(RunError, match=r"run has a run that watch did not record"):
-            monitor.save(tmp_path / "run")
-        monitor.close()
-    (tmp_path / "run" / "config.yaml").unlink()
-    with pytest.raises(RunError, match="did not record"):
         monitor.save(tmp_path / "run")
-    del before["config.yaml"]
-    assert content(tmp_path / "run") == before
+        monitor.close()
+        assert content(tmp_path / "run") == before
+        assert len(load_runs(tmp_path / f"run-{number}").metrics) == 1
 
 
-def test_a_second_watched_run_does_not_write_into_the_first(tmp_path):
-    planted(tmp_path, (20, 60))
-    before = content(tmp_path)
+def test_a_second_watched_run_is_saved_beside_the_first(tmp_path, caplog):
+    first, second = tmp_path / "run", tmp_path / "run-2"
+    planted(first, (20, 60))
+    before = content(first)
     model, optimizer = make()
     monitor = watch(model, optimizer)
-    take(model, optimizer, monitor, [1])
-    with pytest.raises(RunError, match="has another run: save elsewhere or, to continue it"):
-        monitor.save(tmp_path)
-    assert content(tmp_path) == before
-    monitor.save(tmp_path / "other")
-    assert len(load_runs(tmp_path / "other").metrics) == 1
+    for step in (1, 2):
+        take(model, optimizer, monitor, [step])
+        monitor.save(first)
+    assert content(first) == before and not (tmp_path / "run-3").exists()
+    runs = load_runs(second)
+    assert runs.runs["name"].tolist() == ["run-2"] and len(runs.metrics) == 2
+    [said] = [text for text in caplog.messages if "another run" in text]
+    assert said.startswith(f"{first} has another run: this one is saved in {second}; if resumed")
 
 
 @pytest.mark.parametrize("saves", [(60,), (20, 30, 60)])

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import torch
 from torch import nn
 
 from analysis import load_runs
+from lowprec.diagnostics import Protocol, watch
 from lowprec.diagnostics import monitor as monitor_module
-from lowprec.diagnostics import watch
-from lowprec.diagnostics.spikes import PROTOCOLS
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-PROTOCOL = replace(PROTOCOLS["paper"], ignore_steps=10, window=20)
+PROTOCOL = Protocol(ignore_steps=10, window=20)
 STATISTICS = ("rms", "grad_norm", "update_norm")
 
 
