@@ -40,6 +40,7 @@ THRESHOLDS = {
 }
 OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "state", "label")
 KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int or float
+NUM_NAMES = 4  # of tensors to choose from
 LARGE = 1.0  # nats: the height above which a loss spike is large
 FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
 
@@ -132,6 +133,26 @@ def why_unreachable(beta2: np.ndarray, protocol: Protocol) -> str:
         f"at beta2 {sign} {largest:g}, RMS_t cannot exceed {largest_rms(largest):.2f}, and the "
         f"threshold is {protocol.rms_threshold:g}"
     )
+
+
+def why_unrecorded(series: Series, protocol: Protocol, tensor: str) -> str:
+    """A clause that says that `tensor` has no RMS_t after the ignored steps, or ""."""
+    late = series.rms_of(tensor)[protocol.ignore_steps :]
+    if not len(late) or not np.isnan(late).all():
+        return ""
+    names = ", ".join(list(series.rms)[:NUM_NAMES])
+    return f"{tensor} is not recorded{names and f': choose with --tensor, such as {names}'}"
+
+
+def on_coinciding(num: int) -> str:
+    """A sentence on loss spikes at the very step of an RMS spike, or ""."""
+    cause = "which therefore cannot be the cause; both may have another cause, such as the batch."
+    return f"{num} coincide with an RMS spike, {cause}" if num else ""
+
+
+def num_coinciding(spikes: pd.DataFrame, rms: np.ndarray, protocol: Protocol) -> int:
+    """The number of loss spikes, rows of `spike_table`, at whose step an RMS spike begins."""
+    return int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum())
 
 
 def that_reach(heads: pd.DataFrame) -> pd.DataFrame:

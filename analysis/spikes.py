@@ -46,11 +46,8 @@ def _summary_lines(
         num_spikes = "No finite loss is recorded (was monitor.loss called?)"
     late = rms[protocol.ignore_steps :]
     single = [] if len(spikes) else _single_outliers(series, protocol)
-    if np.isnan(late).all():
-        text = f"{num_spikes} in {len(rms):,} steps; this run has no RMS_t of {tensor}"
-        names = ", ".join(list(series.rms)[:NUM_TENSORS])
-        others = f": choose a tensor with --tensor, such as {names}" if names else ""
-        return [f"{text}{others}.", *single]
+    if unrecorded := spike_marks.why_unrecorded(series, protocol, tensor):
+        return [f"{num_spikes} in {len(rms):,} steps; {unrecorded}.", *single]
     counts = f"{counted(int(rms_spikes(rms, protocol).sum()), 'RMS spike')} ({tensor})"
     if reason := spike_marks.why_unreachable(series.beta2, protocol):
         counts = f"no possible RMS spikes ({tensor}): {reason}"
@@ -92,12 +89,8 @@ def _lead_lines(
         f"By chance {counts['chance']:.1%}{'' if np.isnan(counts['low']) else interval}, p = "
         f"{counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g})."
     )
-    if num_same := int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum()):
-        first += (
-            f" {num_same} coincide with an RMS spike, which therefore cannot be the cause; both "
-            "may have another cause, such as the batch."
-        )
-    return [first, chance, f"The paper: {paper.FOLLOWING_SAID}."]
+    same = spike_marks.on_coinciding(spike_marks.num_coinciding(spikes, rms, protocol))
+    return [f"{first} {same}".rstrip(), chance, f"The paper: {paper.FOLLOWING_SAID}."]
 
 
 def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:

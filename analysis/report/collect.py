@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis import measures, spike_marks
 from analysis.load import Runs
+from analysis.run_files import as_path
 from lowprec.diagnostics.spikes import Protocol, rms_spikes
 
 SPIKING = ("rms", "max", "grad_norm")  # curves whose largest values are kept
@@ -37,11 +38,14 @@ class RunData:
     scores: dict[str, float]  # of the last evaluation
     accuracy: pd.Series  # the first score of each evaluation, by step
     spikes: pd.DataFrame
-    num_rms_spikes: int | None  # None if RMS_t cannot reach the threshold
+    num_rms_spikes: int | None  # None if RMS_t cannot reach the threshold or is not recorded
+    num_coinciding: int  # loss spikes at the very step of an RMS spike
     protocol: Protocol
     following: dict[str, float]
     speed: dict[str, float]
     unexamined: str  # why no loss was examined for spikes, or ""
+    unrecorded: str  # which tensor has no RMS_t, and what to choose, or ""
+    can_replay: bool  # whether it has checkpoints
     collapse: str  # a message if the loss stayed at chance
 
     @property
@@ -70,7 +74,8 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
     rows = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
-    num_rms_spikes = int(rms_spikes(rms, protocol).sum()) if series.reaches(protocol) else None
+    unrecorded = spike_marks.why_unrecorded(series, protocol, tensor)
+    counts = series.reaches(protocol) and not unrecorded
     return RunData(
         summary=summary,
         whole=curves,
@@ -79,11 +84,14 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         scores={name: float(values.iloc[-1]) for name, values in scores.items() if len(values)},
         accuracy=next(iter(scores.values()), metrics["loss"].iloc[:0]),
         spikes=spikes,
-        num_rms_spikes=num_rms_spikes,
+        num_rms_spikes=int(rms_spikes(rms, protocol).sum()) if counts else None,
+        num_coinciding=spike_marks.num_coinciding(spikes, rms, protocol),
         protocol=protocol,
         following=spike_marks.count_following(series, rms, protocol),
         speed=speed_of(runs.timing),
         unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
+        unrecorded=unrecorded,
+        can_replay=any(as_path(summary["path"]).glob("*/step_*")),
         collapse=spike_marks.collapse_of(summary, series.loss),
     )
 

@@ -17,7 +17,7 @@ from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, Budget, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS, read_row_file
-from analysis.spike_marks import TENSOR, in_words
+from analysis.spike_marks import TENSOR, in_words, on_coinciding
 from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
 
@@ -104,6 +104,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         runs_differ=bool(differing) or len(data) == 1,
         num_runs=len(data),
         tensor=tensor,
+        has_tensor=any(run.whole["rms"].notna().any() for run in data),
+        can_replay=any(run.can_replay for run in data),
         budget=budget,
         around=AROUND,
         unexamined=_unexamined(data),
@@ -199,6 +201,15 @@ def _unexamined(data: list[RunData]) -> list[str]:
     return texts
 
 
+def _unrecorded(data: list[RunData]) -> list[str]:
+    """A sentence for each way in which runs lack RMS_t of the selected tensor."""
+    clauses = [run.unrecorded for run in data if run.unrecorded]
+    return [
+        f"{text}." if len(data) == 1 else f"In {clauses.count(text)} of {len(data)} runs, {text}."
+        for text in dict.fromkeys(clauses)
+    ]
+
+
 def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
     """The table of loss spikes, the highest first, and counts over all of them."""
     rows = []
@@ -217,17 +228,21 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
             rows.append({"run": i, "fields": fields, "height": spike["height"], **place})
     rows.sort(key=lambda row: -row["height"])
     total = sum(len(run.spikes) for run in data)
-    spiking = [run for run in data if len(run.spikes)]
+    spiking = [run for run in data if len(run.spikes) and not run.unrecorded]
+    num = sum(len(run.spikes) for run in spiking)
     titles = ["spike", "run", "onset", "loss before", "peak", "height", "lead", "lead to onset"]
     return {
         "table": {"titles": [*titles, "RMS spikes before it in"], "rows": rows},
         "total": total,
+        "num": num,
+        "coinciding": on_coinciding(sum(run.num_coinciding for run in spiking)),
+        "unrecorded": _unrecorded(data),
         "following": sum(run.following["num_following"] for run in spiking),
         "by_onset": sum(run.following["num_by_onset"] for run in spiking),
         "onsets": sum(run.spikes["onset"].nunique() for run in spiking),
-        "chance": sum(run.following["chance"] * len(run.spikes) for run in spiking) / max(1, total),
+        "chance": sum(run.following["chance"] * len(run.spikes) for run in spiking) / max(1, num),
         "max_lead": max(run.protocol.max_lead for run in data),
-        "unreachable": sum(run.num_rms_spikes is None for run in data),
+        "unreachable": sum(run.num_rms_spikes is None and not run.unrecorded for run in data),
     }
 
 

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.colors import to_rgb
 
 from analysis import load_runs, style
@@ -20,6 +21,8 @@ from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
 from lowprec import waiting
 from lowprec.config.schema import PrecisionChangeConfig
+from lowprec.diagnostics import watch
+from lowprec.diagnostics.spikes import Protocol
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 from tests.analysis.conftest import write_rows
 
@@ -266,6 +269,38 @@ def test_spikes_have_rows_that_link_to_them_and_long_runs_are_thinned(
     assert "longer than 200 steps are thinned" in page.text
     steps, loss = trace(page, 0, "loss")
     assert len(steps) < 400 and loss.max() > 4.9
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """A run of an MLP that `watch` recorded: batches 200 to 204 are too large."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99))
+    monitor = watch(model, optimizer, protocol=Protocol(ignore_steps=100, window=50))
+    for step in range(1, 301):
+        x = torch.randn(32, 8) * (500 if 200 <= step < 205 else 1)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        monitor.loss(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    monitor.save(tmp_path_factory.mktemp("watched") / "mlp")
+    return tmp_path_factory.getbasetemp() / "watched0" / "mlp"
+
+
+def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
+    monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "")
+    page = Page(make_page(load_runs(watched)))
+    section, choose = page.section("Loss spikes"), "choose with --tensor, such as 0.weight"
+    assert f"{CONV} is not recorded: {choose}, " in section and "0 of 1" not in section
+    assert "RMSt of the largest of all" in page.section("RMSt of")  # the only choice
+    assert "RMS spikes" not in page.section("Results, and")  # a column without values is left out
+    assert "experiments.replay" not in page.text  # it needs checkpoints
+    section = Page(make_page(load_runs(watched), "0.weight")).section("Loss spikes")
+    assert "0 of 1 begin 1 to 8 steps after an RMS spike of 0.weight" in section
+    assert "1 coincide with an RMS spike, which therefore cannot be the cause" in section
+    assert "is not recorded" not in section
 
 
 def test_thinning_keeps_extremes_gaps_and_the_steps_around_spikes():

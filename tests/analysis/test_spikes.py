@@ -191,8 +191,8 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     plant(seed=1)
     assert spikes.main(["--run", str(run.parent)]) == 0
     out = capsys.readouterr().out
-    chosen = f"choose a tensor with --tensor, such as {C_FC}."
-    text = f"3 loss spikes in 2,000 steps; this run has no RMS_t of {CONV1}: {chosen}"
+    chosen = f"choose with --tensor, such as {C_FC}."
+    text = f"3 loss spikes in 2,000 steps; {CONV1} is not recorded: {chosen}"
     assert text in out and out.count("lead, onset_lead: ") == 1
     assert out.count("By chance") == 1  # of the other run
     assert f"3 loss spikes and 2 RMS spikes ({CONV1}) in 2,000 steps." in out
