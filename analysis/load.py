@@ -59,6 +59,8 @@ class Runs:
         to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
         if not len(self):
             near = "" if "://" in str(self.root) else nearest_path(self.root)
+            if near and experiment is None:  # perhaps one run, which no study makes
+                raise NoRunsError(f"{self.root}: no such folder{near}")
             why = f"no such folder{near}" if near else "no runs at or below this folder"
             raise NoRunsError(f"{self.root}: {why}; {to_make}")
         scales = self.summaries["scale"]

@@ -89,11 +89,14 @@ def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
 
     `method` states every setting that changes weights (`analysis/comparison.py`) and in which runs
     of one method and model differ, or else their digests. `variant` counts the settings of one
-    method.
+    method. A single run of unknown precision, as `watch` records it, has its name as the method.
     """
     pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
     heads = heads.assign(method=[naming.method(*pair) for pair in pairs], variant=0)
     for _, group in heads.groupby("method"):
+        if list(group["precision.label"]) == ["unknown"]:
+            heads.loc[group.index, "method"] = group["run"]
+            continue
         settings = pd.Series("", index=group.index)
         for key in comparison.columns(group):
             texts = group[key].map(comparison.written)
@@ -113,7 +116,8 @@ def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
     """Labels that begin with the figure's own settings; a shared method is left out."""
     methods, ends = [], []
     for text, head in zip(settings, heads.itertuples(), strict=True):
-        names = naming.precision(head.precision), naming.optimizer_name(head.optimizer)
+        names = [naming.precision(head.precision), naming.optimizer_name(head.optimizer)]
+        names = [head.run] if head.method == head.run else names
         methods.append([text, *(name for name in names if name != text)])
         ends.append(head.label.removeprefix(", ".join(names)))
     if len({tuple(method[1:]) for method in methods}) == 1:

@@ -179,14 +179,19 @@ def _hue(heads: pd.DataFrame, key: str, facet: str) -> Hue:
 
 
 def _looks_of_methods(heads: pd.DataFrame) -> Callable[[pd.Series], tuple]:
-    """The look of a run's method, in a color of its own where two would look alike."""
+    """The look of a run's method, in a color of its own where two would look alike.
+
+    Lines are solid if all runs share one optimizer.
+    """
     methods = list(heads.groupby(["precision", "optimizer"], sort=False).groups)
-    looks = [(style.color(*method), style.line_style(method[1])) for method in methods]
+    several = heads["optimizer"].nunique() > 1
+    dashes = {name: style.line_style(name) if several else "-" for _, name in methods}
+    looks = [(style.color(*method), dashes[method[1]]) for method in methods]
     colors = [None if look in looks[:i] else look[0] for i, look in enumerate(looks)]
     colors = dict(zip(methods, _distinct(colors), strict=True))
     return lambda head: (
         style.paler(colors[head["precision"], head["optimizer"]], head["variant"]),
-        style.line_style(head["optimizer"]),
+        dashes[head["optimizer"]],
     )
 
 

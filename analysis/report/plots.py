@@ -95,6 +95,8 @@ def curve_figure(
         figure.update_yaxes(**AXIS, title=titles[kind], nticks=5, automargin=True, row=row, col=1)
         if kind in ("rms", "grad_norm"):
             figure.update_yaxes(type="log", tickformat="~g", nticks=3, row=row, col=1)
+        if kind == "lr":  # a constant one, too, has a range that tells its value
+            figure.update_yaxes(rangemode="tozero", row=row, col=1)
     figure.update_yaxes(range=_loss_range(runs), nticks=8, row=1, col=1)
     sizes = {run.summary.get("batch_size", 0) for run in runs}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged

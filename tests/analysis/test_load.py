@@ -115,7 +115,9 @@ def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
     for root, why in roots.items():
         way_out = "to make some: .*experiment=loss_curves_demo"
         with pytest.raises(NoRunsError, match=f"^{root}: {why}; {way_out}"):
-            load_runs(root)
+            load_runs(root, experiment="loss_curves")
+    with pytest.raises(NoRunsError, match=f"no such folder; nearest: {tmp_path}/results$"):
+        load_runs(tmp_path / "resluts")  # perhaps one run, which no study makes
 
 
 def test_unmatched_runs_error_names_what_exists(make_run, tmp_path):

@@ -52,6 +52,18 @@ def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
     assert ax.get_title() == "nano" and legend(ax) == ["lr 1e-3", "lr 4e-3"]
 
 
+def test_a_run_of_unknown_precision_goes_by_its_name(make_run):
+    run = make_run(experiment=None, autocast="unknown", num_steps=30)
+    run = run.rename(run.with_name("mlp"))
+    for hue, label in (("", "mlp"), ("optimizer.lr", "lr 1e-3")):
+        row, frame = plot.sentence(load_runs(run), hue=hue)
+        assert set(frame["label"]) == {label}
+        assert drawn(row, frame)[0].lines[0].get_linestyle() == "-"
+    make_run(experiment=None, autocast="unknown", num_steps=30, seed=1)
+    [ax] = drawn(*plot.sentence(load_runs(run.parent)))
+    assert legend(ax) == ["unknown, AdamW"]  # the median of two seeds
+
+
 @pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])
 def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
     row, frame = plot.sentence(runs, y="loss", band=band)

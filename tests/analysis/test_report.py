@@ -297,6 +297,9 @@ def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     assert "RMSt of the largest of all" in page.section("RMSt of")  # the only choice
     assert "RMS spikes" not in page.section("Results, and")  # a column without values is left out
     assert "experiments.replay" not in page.text  # it needs checkpoints
+    rate = page.figure["layout"]["yaxis4"]
+    assert rate["title"]["text"] == "learning rate" and rate["rangemode"] == "tozero"
+    assert page.data["labels"] == ["mlp"] and "unknown, " not in page.section("RMSt of")
     section = Page(make_page(load_runs(watched), "0.weight")).section("Loss spikes")
     assert "0 of 1 begin 1 to 8 steps after an RMS spike of 0.weight" in section
     assert "1 coincide with an RMS spike, which therefore cannot be the cause" in section
