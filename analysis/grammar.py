@@ -247,9 +247,12 @@ class Lines(Figure):
             panels.draw_chance(ax, frame["batch_size"])
         else:
             panels.value_axis(ax, self.y.log, WIDE)
-        diverged = frame[frame["state"] == "diverged"]
-        for _, run in diverged.groupby("run"):
-            panels.mark_end(ax, run["step"], run[self.y.column], self.hue.look(run.iloc[0])[0])
+        for _, run in frame.groupby("run"):
+            color = self.hue.look(run.iloc[0])[0]
+            if run["state"].iloc[0] == "diverged":
+                panels.mark_end(ax, run["step"], run[self.y.column], color)
+            elif self.y.column == "loss":
+                panels.mark_above(ax, run, color)
         ax.set(xlim=(0, frame["step"].max()), ylabel=self.y.label)
         panels.step_axis(ax)
 
@@ -291,6 +294,8 @@ class Lines(Figure):
                 " The loss axis ends at the largest loss, of runs that did not diverge, after the "
                 "first tenth, at most at twice the first loss."
             )
+            if len(panels.above(frame, panels.cap(frame))):
+                text += " Triangles at its upper edge are higher losses."
         return text
 
 

@@ -255,3 +255,17 @@ def mark_end(ax: Axes, steps: pd.Series, values: pd.Series, color: tuple) -> Non
         step, value = steps[at].iloc[-1], min(values[at].iloc[-1], ax.get_ylim()[1])
         look = {"marker": "X", "ms": 5.5, "mec": "white", "mew": 0.6}
         ax.plot([step], [value], color=color, zorder=4, clip_on=False, **look)
+
+
+def above(frame: pd.DataFrame, top: float) -> pd.DataFrame:
+    """The rows after `CAP_AFTER` of runs that did not diverge whose loss is beyond the axis."""
+    late = frame["step"] >= CAP_AFTER * frame["num_steps"]
+    return frame[late & (frame["state"] != "diverged") & (frame["loss"] > top)]
+
+
+def mark_above(ax: Axes, run: pd.DataFrame, color: tuple) -> None:
+    """Triangles at the upper edge where the loss of a run is `above`."""
+    steps, top = above(run, ax.get_ylim()[1])["step"], ax.get_ylim()[1]
+    look = {"marker": "^", "ms": 4, "ls": "none", "zorder": 4, "clip_on": False}
+    if len(steps):
+        ax.plot(steps, np.full(len(steps), top), color=color, **look)

@@ -103,6 +103,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         is_thinned=any(len(run.curves) < len(run.whole) for run in data),
         runs_differ=bool(differing) or len(data) == 1,
         num_runs=len(data),
+        above=plots.above(data),
         tensor=tensor,
         has_tensor=any(run.whole["rms"].notna().any() for run in data),
         can_replay=any(run.can_replay for run in data),

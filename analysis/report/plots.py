@@ -97,7 +97,22 @@ def curve_figure(
             figure.update_yaxes(type="log", tickformat="~g", nticks=3, row=row, col=1)
         if kind == "lr":  # a constant one, too, has a range that tells its value
             figure.update_yaxes(rangemode="tozero", row=row, col=1)
-    figure.update_yaxes(range=_loss_range(runs), nticks=8, row=1, col=1)
+    limits = _loss_range(runs)
+    figure.update_yaxes(range=limits, nticks=8, row=1, col=1)
+    for i, (run, (color, _)) in enumerate(zip(runs, looks, strict=True)):
+        above = run.curves[np.isfinite(run.curves["loss"]) & (run.curves["loss"] > limits[1])]
+        if len(above):
+            marks = go.Scatter(
+                x=above["step"].to_numpy(np.int32),
+                y=np.full(len(above), limits[1], np.float32),
+                customdata=above["loss"].to_numpy(np.float32),
+                mode="markers",
+                cliponaxis=False,
+                meta={"run": i, "kind": "above"},
+                marker={"symbol": "triangle-up", "size": 7, "color": color},
+                hovertemplate="step %{x:,}, loss %{customdata:.4g}: above the axis<extra></extra>",
+            )
+            figure.add_trace(marks, row=1, col=1)
     sizes = {run.summary.get("batch_size", 0) for run in runs}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
         line = {"color": "#666", "width": 1, "dash": "1px,3px"}
@@ -170,12 +185,23 @@ def _add_line(
     figure.add_trace(trace, row=row, col=1)
 
 
-def _loss_range(runs: list[RunData]) -> list[float] | None:
+def above(runs: list[RunData]) -> str:
+    """A sentence on the losses above the axis, or ""."""
+    losses = np.concatenate([run.whole["loss"].to_numpy() for run in runs])
+    losses = losses[np.isfinite(losses) & (losses > _loss_range(runs)[1])]
+    if not len(losses):
+        return ""
+    which = f"{len(losses):,} losses up to" if len(losses) > 1 else "A loss of"
+    peak, verb = f"{losses.max():.3g}".replace("e+0", "e"), "are" if len(losses) > 1 else "is"
+    return f"{which} {peak} {verb} above the axis; tick logarithmic loss."
+
+
+def _loss_range(runs: list[RunData]) -> list[float]:
     """Covers 199 of 200 losses, so that a run that exploded hides no other."""
     losses = np.concatenate([run.curves["loss"].to_numpy() for run in runs])
     losses = losses[np.isfinite(losses)]
     if not len(losses):
-        return None
+        return [0.0, 1.0]
     low, high = float(losses.min()), float(np.quantile(losses, 0.995))
     margin = 0.04 * max(high - low, 1e-6)
     return [low - margin, high + 2 * margin]

@@ -4,7 +4,7 @@ const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const byId = (id) => document.getElementById(id);
 const data = read("data");
 const CONFIG = {displaylogo: false, showSendToCloud: false, plotlyServerURL: "", responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"]};
-const LOG_TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 50, 100];
+const LOG_TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10, 20, 50, 100, 1e3, 1e4, 1e5, 1e6];
 const narrow = window.matchMedia("(max-width: 640px)").matches;
 const plot = byId("curves-plot");
 const figure = read("curves-figure");
@@ -12,6 +12,7 @@ const CROWD = 20;  // runs, of which more have no place in one label
 const isFolded = (meta) => data.folded[meta.run] && !meta.median && meta.kind !== "spike";
 const hidden = new Set();  // chips
 let alone = null;          // the only visible run, if any
+let isCut = true;          // whether the axis of the loss is the one that cuts off high losses
 
 const TYPES = {i4: Int32Array, i2: Int16Array, i1: Int8Array, f4: Float32Array, f8: Float64Array};
 function numbers(array) {  // plotly.py writes arrays in base64
@@ -35,7 +36,7 @@ function restyle() {
   const which = byId("which").value;
   const visible = [];
   for (const meta of metas) {
-    const drawn = (meta.kind !== "rms" && meta.kind !== "max") || meta.kind === which;
+    const drawn = meta.kind === "above" ? isCut : !["rms", "max"].includes(meta.kind) || meta.kind === which;
     const isSelected = alone === null ? !hidden.has(data.chips[meta.run]) : alone === meta.run;
     visible.push(drawn && isSelected && !(meta.median && alone !== null));
   }
@@ -66,6 +67,7 @@ function line(step, color, dash) {
 
 function zoom(run, step, lead) {
   alone = null;
+  isCut = false;
   show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
   const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss")];
@@ -85,6 +87,8 @@ function zoom(run, step, lead) {
 
 function whole() {
   const log = byId("log").checked;
+  isCut = !log;
+  restyle();
   const type = log ? "log" : "linear";
   const y = log || !wholeRange ? {"yaxis.autorange": true} : {"yaxis.range": wholeRange.slice()};
   Plotly.relayout(plot, {"yaxis.type": type, "yaxis.tickmode": log ? "array" : "auto",
@@ -112,7 +116,6 @@ byId("reset").addEventListener("click", () => {
   hidden.clear();
   for (const chip of document.querySelectorAll(".chip")) chip.setAttribute("aria-pressed", "true");
   if (location.hash) history.replaceState(null, "", location.pathname + location.search);
-  restyle();
   whole();
 });
 

@@ -64,6 +64,18 @@ def test_a_run_of_unknown_precision_goes_by_its_name(make_run):
     assert legend(ax) == ["unknown, AdamW"]  # the median of two seeds
 
 
+def test_a_loss_above_the_axis_has_a_marker_at_its_edge(make_run):
+    losses = np.full(100, 0.25)
+    losses[0], losses[59:62] = 0.27, 240_106
+    run = make_run(experiment=None, num_steps=100, losses=losses)
+    row, frame = plot.sentence(load_runs(run))
+    [ax] = drawn(row, frame)
+    assert "Triangles at its upper edge" in row.caption(frame)
+    [marks] = [line for line in ax.lines if line.get_marker() == "^"]
+    assert marks.get_xdata().tolist() == [60, 61, 62] and not marks.get_clip_on()
+    assert set(marks.get_ydata()) == {ax.get_ylim()[1]} and ax.get_ylim()[1] < 0.6
+
+
 @pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])
 def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
     row, frame = plot.sentence(runs, y="loss", band=band)

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import time
 from contextlib import closing
@@ -289,6 +290,16 @@ def watched(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "watched0" / "mlp"
 
 
+def test_losses_above_the_axis_are_counted_and_marked_at_its_edge(make_run, page_of):
+    make_run(**spiking())
+    page = page_of()
+    marked, edge = trace(page, 0, "above")
+    assert marked.tolist() == [*range(1200, 1206)]
+    assert edge == pytest.approx(page.figure["layout"]["yaxis"]["range"][1]) and max(edge) < 2.1
+    text = page.section("RMSt of")
+    assert re.search(r"6 losses up to 5\.\d+ are above the axis; tick logarithmic loss\.", text)
+
+
 def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "")
     page = Page(make_page(load_runs(watched)))
@@ -297,6 +308,7 @@ def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     assert "RMSt of the largest of all" in page.section("RMSt of")  # the only choice
     assert "RMS spikes" not in page.section("Results, and")  # a column without values is left out
     assert "experiments.replay" not in page.text  # it needs checkpoints
+    assert re.search(r"A loss of \d.*e5 is above the axis; tick logarithmic loss", page.text)
     rate = page.figure["layout"]["yaxis4"]
     assert rate["title"]["text"] == "learning rate" and rate["rangemode"] == "tozero"
     assert page.data["labels"] == ["mlp"] and "unknown, " not in page.section("RMSt of")
