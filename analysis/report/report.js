@@ -9,7 +9,7 @@ const narrow = window.matchMedia("(max-width: 640px)").matches;
 const plot = byId("curves-plot");
 const figure = read("curves-figure");
 const CROWD = 20;  // runs, of which more have no place in one label
-const isFolded = (meta) => data.folded[meta.run] && !meta.median && meta.kind !== "spike";
+const isFolded = (meta) => data.folded[meta.run] && !meta.median && !["spike", "above"].includes(meta.kind);
 const hidden = new Set();  // chips
 let alone = null;          // the only visible run, if any
 let isCut = true;          // whether the axis of the loss is the one that cuts off high losses
