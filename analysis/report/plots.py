@@ -104,7 +104,7 @@ def curve_figure(
         if len(above):
             marks = go.Scatter(
                 x=above["step"].to_numpy(np.int32),
-                y=np.full(len(above), limits[1], np.float32),
+                y=np.full(len(above), limits[1]),  # exact: plotly draws no point beyond the axis
                 customdata=above["loss"].to_numpy(np.float32),
                 mode="markers",
                 cliponaxis=False,
