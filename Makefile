@@ -40,7 +40,7 @@ mutants: $(READY)
 
 # Builds the wheel and uses it in an empty environment: make wheel PYTHON=python3.13 TORCH=2.12.*
 TORCH ?= *
-WHEEL = $(VENV)/wheel
+WHEEL = $(or $(VENV),.venv)/wheel
 wheel:
 	@rm -rf $(WHEEL) && $(PYTHON) -m venv $(WHEEL)
 	@$(WHEEL)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL) .

@@ -20,7 +20,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from torch import Tensor
-from webdataset.filters import shuffle
+from webdataset.filters import pick
 from webdataset.tariterators import group_by_keys
 
 from lowprec.data import loader
@@ -31,7 +31,8 @@ from lowprec.data.tar import IMAGES, MEMBERS, DamagedError, StrictHeader, parse_
 from lowprec.data.workers import ahead
 from lowprec.runs.attempts import follow_parent
 
-SHUFFLED, FIRST = 1000, 100  # decoded samples that a worker shuffles, and starts with
+SHUFFLED, FIRST = 1000, 100  # undecoded samples that a worker shuffles, and starts with
+HELD_BYTES = 2**28  # of these samples
 LARGEST_OTHER = loader.LONGEST_CAPTION + 1  # bytes of a member that is no image
 CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-delay", "2")
 CURL += ("--retry-max-time", "60", "--speed-limit", "100", "--speed-time", "60")  # B/s and s
@@ -111,16 +112,20 @@ class _Reader:
             order = permutation(stream.seed, STREAM, epoch, 0, len(urls))[self.share]
             rng = random.Random(f"{stream.seed} {epoch} {self.share.start}")
             members = self._members([urls[shard] for shard in order])
-            is_good, before = False, len(self.skips)
+            good, before = 0, len(self.skips)
             # webdataset's own function leaves out `.jpg`, which is a member of a sample in an index
             grouped = group_by_keys(
                 members, lambda name: name.rpartition(".")[::2], handler=self._twice
             )
-            mix = shuffle(SHUFFLED, initial=FIRST, rng=rng)
-            for sample in mix(self._decoded(grouped, epoch)):
-                is_good = True
+            for raw in shuffled(grouped, rng):
+                try:
+                    sample = self._decode(raw, epoch)
+                except loader.BAD_IMAGE as error:
+                    self._skip(raw["__url__"], raw["__key__"], error)
+                    continue
+                good += 1
                 yield sample
-            if not is_good:
+            if not good:
                 first = self.skips[before]
                 raise ShardError(
                     f"no readable sample in a worker's {len(order)} of {len(urls)} shards; "
@@ -137,14 +142,6 @@ class _Reader:
             except Exception as error:  # shards and servers fail in many ways
                 self._skip(url, getattr(error, "key", ""), error)
             yield {}  # ends the last sample: the next shard may begin with the same key
-
-    def _decoded(self, grouped: Iterator[dict], epoch: int) -> Iterator[loader.Sample]:
-        """The samples that can be decoded."""
-        for raw in grouped:
-            try:
-                yield self._decode(raw, epoch)
-            except loader.BAD_IMAGE as error:
-                self._skip(raw["__url__"], raw["__key__"], error)
 
     def _decode(self, raw: dict, epoch: int) -> loader.Sample:
         """Decodes image, caption and label only; raises one of BAD_IMAGE."""
@@ -173,6 +170,29 @@ class _Reader:
         shard = without_secrets(url)
         reason = f"{type(error).__name__}: {error}".replace(url, shard)[:200]
         self.skips.append({"shard": shard, "key": key, "reason": reason})
+
+
+def shuffled(samples: Iterator[dict], rng: random.Random) -> Iterator[dict]:
+    """Samples in the order of webdataset's `shuffle`, which would hold SHUFFLED of any size.
+
+    Fewer are held as long as they have more than HELD_BYTES.
+    """
+    held, size = [], 0
+    while new := list(itertools.islice(samples, 1 + (len(held) + 1 < SHUFFLED))):
+        held += new
+        size += sum(map(_bytes_of, new))
+        is_due = len(held) >= min(FIRST, SHUFFLED)
+        while is_due or size > HELD_BYTES:
+            sample = pick(held, rng)
+            size -= _bytes_of(sample)
+            is_due = False
+            yield sample
+    while held:
+        yield pick(held, rng)
+
+
+def _bytes_of(sample: dict) -> int:
+    return sum(len(data) for data in sample.values() if isinstance(data, bytes))
 
 
 def read_url(url: str) -> Iterator[tuple[str, bytes]]:

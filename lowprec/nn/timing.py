@@ -1,6 +1,7 @@
 """Times calls, such as the forward and backward of a layer."""
 
 import math
+import os
 import statistics
 import timeit
 from collections.abc import Callable
@@ -62,6 +63,7 @@ def kernel_ms(call: Callable, device: torch.device) -> float:
     """
     if torch.autograd._profiler_enabled():
         return math.nan
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else CUDA 12 may crash in later CUDA graphs
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)

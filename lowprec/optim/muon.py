@@ -98,7 +98,7 @@ class MuonAdamW(GuardedStep):
         """Updates every parameter that has a gradient."""
         rows = tuple(i for i, p in enumerate(self.hidden) if p.grad is not None)
         params = [self.hidden[i] for i in rows]
-        others = [p.grad for p in self.others if p.grad is not None]
+        others = [p.grad for p in self.others if p.grad is not None and p.numel()]
         if not rows and not others:
             self._without_gradients(len(self.names), self.hidden[0].device)
             return
@@ -141,7 +141,7 @@ class MuonAdamW(GuardedStep):
         """The tensors of the state, by kind and parameter's name."""
         momenta = (self.muon.state[p]["momentum_buffer"] for p in self.hidden)
         named = dict(zip(self.names[: len(self.hidden)], momenta, strict=True))
-        return {**self.adamw.tensors(), "momentum_buffer": named}
+        return {**self.adamw.tensors(), "momentum": named}  # "momentum_buffer" before 1.0
 
     @property
     def steps(self) -> list[float]:

@@ -116,7 +116,10 @@ def _set_random_state(folder: Path) -> None:
 
 def _refuse_other_optimizer(folder: Path, like: dict[str, dict]) -> None:
     """CheckpointError if a checkpoint's optimizer has other kinds of tensors than this run's."""
-    files = {path.name.partition(".")[0] for path in folder.iterdir() if is_of_optimizer(path.name)}
+    names = [path.name for path in folder.iterdir() if is_of_optimizer(path.name)]
+    if any("-of-" in name for name in names):
+        raise CheckpointError(f"{folder} was written in shards, by an earlier version of lowprec")
+    files = {name.partition(".")[0] for name in names}
     kinds = {key for key, tensors in like.items() if tensors and is_of_optimizer(key + SUFFIX)}
     if files != kinds:
         raise CheckpointError(

@@ -328,6 +328,7 @@ def memory_of(action):
 )
 def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch, kind, reason):
     monkeypatch.setattr(loader, "LARGEST_IMAGE", 2**19)
+    monkeypatch.setattr(lowprec.data.stream, "HELD_BYTES", 2**21)
     bomb = put_file("a.tar.gz", range(60), {n: {kind: bytes(2**20)} for n in range(59)})
     assert Path(bomb).stat().st_size < 2**18
     batches = []

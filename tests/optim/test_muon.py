@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lowprec.data.open import open_data
 from lowprec.optim.muon import MuonAdamW
@@ -48,6 +49,16 @@ def test_parameters_move_as_under_each_optimizer_alone(clip_norm, build):
     near = {"rtol": 0, "atol": 0} if clip_norm is None else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(params_of(ours), params, **near)
     assert all(p.isfinite().all() for p in params)
+
+
+def test_a_parameter_without_elements_is_left_alone():
+    weight, gain, empty = (nn.Parameter(torch.ones(shape)) for shape in ((4, 4), (3,), (0,)))
+    named = [("blocks.0.weight", weight), ("gain", gain), ("empty", empty)]
+    optimizer = MuonAdamW([{"params": named}], RULE, clip_norm=1.0)
+    for p in (weight, gain, empty):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (gain < 1).all() and not torch.equal(weight, torch.ones(4, 4))
 
 
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make_config):

@@ -15,7 +15,7 @@ from tests.same import contents, differing
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 FP16 = {"scaler.name": "fixed", "precision.autocast": "fp16"}
 RUNS = {  # optimizer: keys, kinds of its state
-    "muon": ({"optimizer.zclip": 1.0, **FP16}, {*MOMENTS, "momentum_buffer"}),
+    "muon": ({"optimizer.zclip": 1.0, **FP16}, {*MOMENTS, "momentum"}),
     "adamw_zclip": ({"optimizer.zclip": 0.5}, MOMENTS),
     "adamw_skip_step": ({"optimizer.skip_sigmas": 1.5}, MOMENTS),
 }
@@ -47,7 +47,7 @@ def test_a_killed_run_resumes_to_the_bit(name, make_config, run_once, tmp_path, 
 def test_the_state_of_another_optimizer_is_refused(make_config, run_once, tmp_path):
     run_once(make_config({"optimizer.name": "muon", "num_steps": 1}), tmp_path / "muon")
     run_once(make_config({"num_steps": 1}), tmp_path / "adamw")
-    for saved, name, kinds in (("muon", "adamw", "momentum_buffer"), ("adamw", "muon", "exp_avg")):
+    for saved, name, kinds in (("muon", "adamw", "momentum"), ("adamw", "muon", "exp_avg")):
         config = make_config({"optimizer.name": name})
         state = build(config, open_data(config)).state
         with pytest.raises(CheckpointError, match=f"another optimizer's: it has exp_avg.*{kinds}"):

@@ -36,7 +36,7 @@ def run(verb, *texts):
         (["sumbit"], 2, "nearest: submit"),
         (["status"], 2, "no sweeps in runs/sweeps yet; `.*submit ...` starts one"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
-        (["resubmit"], 1, "resubmit --failed"),
+        (["resubmit"], 2, "resubmit --failed"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
         (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),

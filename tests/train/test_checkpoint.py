@@ -35,6 +35,14 @@ def finished(trained, tmp_path):
     return shutil.copytree(folder, tmp_path / "run"), built
 
 
+def test_shards_of_an_earlier_version_are_named(finished):
+    run, built = finished
+    folder = list_checkpoints(run)[-1]
+    (folder / "exp_avg.safetensors").rename(folder / "exp_avg.00000-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match="was written in shards, by an earlier version"):
+        built.state.load(folder)
+
+
 def test_a_missing_or_truncated_file_is_named_and_the_older_checkpoint_taken(finished, capsys):
     run, _ = finished
     newest = list_checkpoints(run)[-1]
