@@ -6,7 +6,8 @@
 The evaluation, its data and its prompts are those of the run, except for the keys that the command
 sets. Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else.
 With shown=8, the run's `retrieved.jsonl` holds eight images of the validation set, at equal
-distances, with the captions nearest to each, which `analysis.report` shows.
+distances, with the captions nearest to each, which `analysis.report` shows with the step; a later
+evaluation without `shown` keeps them.
 With precision=int8_inference, the results include `int8/memory_ratio`, the size of the converted
 layers relative to float32, and, if there are class names, `int8/agreement`, the share of validation
 images that the converted and the unconverted model assign to the same class.
@@ -64,7 +65,7 @@ class EvaluateConfig:
     classnames: str | None = key(None, "class names of these shards: a file, or 'imagenet'")
     templates: str | None = key(None, "prompt templates for these shards: a file, or 'imagenet'")
     index: str | None = key(None, "folder of the index of these shards")
-    shown: int = key(0, "images to store with their nearest captions", least=0, most=100)
+    shown: int = key(0, "images to store with their nearest captions", least=0, most=8)
     device: str = key("auto", "device of the evaluation", choices=("auto", "cpu", "cuda"))
 
 
@@ -116,7 +117,8 @@ def evaluated(
             agrees = evaluation.predictions == before
             results["int8/agreement"] = agrees.double().mean().item()
     if evaluation.nearest:
-        rows = [retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
+        of = {"step": step_of(checkpoint), "val": trained.data.val}
+        rows = [of | retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
         durable.replace(run / "retrieved.jsonl", "".join(map(encode_row, rows)).encode())
     facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
     row = {"step": step_of(checkpoint), "val": trained.data.val, **facts}

@@ -135,8 +135,9 @@ class Monitor:
         the first watched step had none.
         """
         if self.step == self._first and not (self._has_loss or self._losses):
-            text = "step %d had no loss: call monitor.loss before optimizer.step(), or each loss is"
-            logger.warning(f"{text} recorded one step late and leads are wrong", self.step)
+            text = "step %d had no loss: call monitor.loss before optimizer.step(); if you call it"
+            text += " after the step, each loss is recorded one step late and leads are wrong"
+            logger.warning(text, self.step)
         if isinstance(loss, Tensor):
             loss = loss.detach().to(self.device, torch.float32).reshape(())
         else:
@@ -216,19 +217,20 @@ class Monitor:
         Call it at checkpoints and at the end, in one process; until then, a step takes 12 bytes
         per tensor on the host. The run is "finished", or "diverged" if the last step's loss is not
         finite. If the folder has another run, this one is saved beside it, as `<folder>-2`, with a
-        warning. A resumed run, watched with its `step`, may write into its folder
-        again: of a step that is there twice, the later row counts. `config` has keys of
-        `lowprec.config.schema` that tell runs apart, such as
+        warning. A resumed run, watched with its `step`, may write into its folder again: of a step
+        that is there twice, the later row counts. `config` has keys of `lowprec.config.schema` that
+        tell runs apart, such as
         {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}, and the monitor remembers
         them. After an error, the rows remain, and another folder can take them.
 
         Raises:
             ConfigError: a key that the schema does not have, or a value of another type.
             RunBusyError: another process writes there.
+            RunError: a resumed run, where `<folder>-2`, ... or `<folder>-99` exists.
             ImportError: pyarrow or pyyaml is missing.
         """
         try:
-            from lowprec.config.check import require_values
+            from lowprec.config.check import RunError, require_values
             from lowprec.runs import durable
             from lowprec.runs.record import Record
         except ImportError as error:
@@ -236,6 +238,12 @@ class Monitor:
                 "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
             ) from error
         asked = Path(folder).resolve()
+        if self._first > 1 and asked not in self._folders:
+            beside = (asked.with_name(f"{asked.name}-{number}") for number in range(2, 100))
+            found = [path for path in (asked, *beside) if path.exists()]
+            if found not in ([], [asked]):
+                text = f"may be in {', '.join(map(str, found))}: name the folder of this run"
+                raise RunError(f"a resumed run {text}; if it is {asked}, rename the others first")
         folder = self._folders.get(asked, asked)
         earlier, has_rows = _config_of(folder), (folder / "metrics.jsonl").exists()
         is_foreign = earlier == {} or (has_rows and earlier is None)

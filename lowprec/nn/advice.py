@@ -141,7 +141,8 @@ def advise(
     each recipe does; the errors of a product are without those of its own sums. On a GPU, times the
     forward and backward of each shape as a CUDA graph, in 16 bits and in each recipe that the GPU
     multiplies natively. What surrounds a layer is not timed: neither the fusion of an MLP's GELU
-    nor what torch.compile fuses. The whole step is timed as it is, to see if it waits for the host.
+    nor what torch.compile fuses. The whole step is timed as it is, to see if it waits for the host:
+    the first batch is run about ten more times.
 
     Leaves the model as it was, with its buffers, gradients and hooks, and the random state. Needs
     memory for one more copy of the layers' inputs. Layers that no gradient reaches or that

@@ -212,7 +212,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """The output for a tensor, a tuple of arguments or a dict of keyword arguments."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def trace(model: nn.Module, inputs: Any) -> set[nn.Module]:

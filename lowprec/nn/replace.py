@@ -68,11 +68,14 @@ def apply_recipe(
 
     Raises:
         NoLayerError: no layer matches, or a pattern other than open_clip's four names matches none.
-        ValueError: unknown or contradictory settings, a layer that is already int8 (`to_int8`) or
-            sharded (`fully_shard`), or a layer that is more than an nn.Linear: a foreign subclass,
-            a weight that is parametrized (weight_norm, pruning) or a tensor subclass (torchao), a
-            patched forward, a LoRA matrix. The model is unchanged.
+        ValueError: unknown or contradictory settings, a list as `inputs`, a layer that is already
+            int8 (`to_int8`) or sharded (`fully_shard`), or a layer that is more than an nn.Linear:
+            a foreign subclass, a weight that is parametrized (weight_norm, pruning) or a tensor
+            subclass (torchao), a patched forward, a LoRA matrix. The model is unchanged.
     """
+    if isinstance(inputs, list):
+        text = "must be a tensor, a tuple of arguments or a dict of keyword arguments"
+        raise ValueError(f"inputs: a list; {text}")
     if isinstance(recipe, Mapping):
         if where is not LINEAR_LAYERS:
             raise ValueError("a dict of recipes has the patterns: leave out `where`")
@@ -98,7 +101,7 @@ def apply_recipe(
         _set_settings(module, settings[one] if swapped else None)
     fuse(model)
     _set_fast_path(model)
-    names = ", ".join(r.name for r in settings)
+    names = ", ".join(dict.fromkeys(layer.recipe for layer in layers))
     return Layers(model, names, replaceable_layers(model), layers)
 
 

@@ -356,10 +356,12 @@ def test_remarks_and_retrieved_captions_are_shown(make_run, page_of):
     good = {"sample": 0, "jpeg": "/9j/", "caption": HOSTILE, "nearest": ["a cat", HOSTILE]}
     rows = [good, good | {"jpeg": 7}, {"jpeg": "/9j/"}, good | {"jpeg": "/" * 20_000}]
     write_rows(run / "retrieved.jsonl", rows)
-    write_rows(other / "retrieved.jsonl", [good | {"caption": "other"}] * 9)
+    of = {"caption": "other", "step": 70, "val": f"{HOSTILE}.tar"}
+    write_rows(other / "retrieved.jsonl", [good | of] * 9)
     page = page_of()
     assert page.tags.count("img") == 9 and page.tags.count("li") == 18
-    assert page.section("Retrieved captions").count("a cat") == 9
+    section = page.section("Retrieved captions")
+    assert section.count("a cat") == 9 and section.count(f", step 70, {HOSTILE}.tar") == 1
     assert page.tags.count("b") == 3  # two of the cards, and one caption that is the image's own
     assert f"warm {HOSTILE}" in page.text
 

@@ -183,7 +183,7 @@ def test_losses_given_after_their_step_are_warned_of_once(order, caplog):
                     monitor.loss(micro)
             if is_before:
                 optimizer.step()
-    late = [text for text in caplog.messages if "call monitor.loss before optimizer.step()" in text]
+    late = [text for text in caplog.messages if "if you call it after the step, each" in text]
     assert len(late) == (order == "after") and all("step 8 had no loss" in text for text in late)
 
 

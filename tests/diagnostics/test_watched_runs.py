@@ -3,6 +3,7 @@
 import functools
 import importlib
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from analysis import load_runs, spike_marks, spikes
 from analysis.report.page import make_page
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.diagnostics import watch
 from lowprec.runs.read import read_status
 from tests.diagnostics.watched import (
@@ -46,7 +47,7 @@ def content(folder):
 def test_a_run_of_the_harness_is_not_written_into(make_config, run_once, tmp_path):
     run_once(make_config(), tmp_path / "run")
     model, optimizer = make()
-    for number, step in enumerate((0, 3, 0), 2):
+    for number, step in enumerate((3, 0, 0), 2):
         if number == 4:
             (tmp_path / "run" / "config.yaml").unlink()
         before = content(tmp_path / "run")
@@ -72,6 +73,27 @@ def test_a_second_watched_run_is_saved_beside_the_first(tmp_path, caplog):
     assert runs.runs["name"].tolist() == ["run-2"] and len(runs.metrics) == 2
     [said] = [text for text in caplog.messages if "another run" in text]
     assert said.startswith(f"{first} has another run: this one is saved in {second}; if resumed")
+
+
+def test_a_resumed_run_names_its_folder_if_several_could_be_its_own(tmp_path):
+    first, second, third = (tmp_path / name for name in ("run", "run-2", "run-3"))
+    model, optimizer = make()
+    for _ in range(2):
+        monitor = watch(model, optimizer)
+        take(model, optimizer, monitor, [1, 2])
+        monitor.save(first)
+        monitor.close()
+    second.rename(third)  # the user may have deleted another
+    before = content(first)
+    resumed = watch(model, optimizer, step=2)
+    take(model, optimizer, resumed, [3])
+    message = f"may be in {first}, {third}: name the folder of this run; if it is {first}, rename"
+    with pytest.raises(RunError, match=re.escape(message)):
+        resumed.save(first)
+    assert content(first) == before
+    for _ in range(2):
+        resumed.save(third)
+    assert load_runs(third).metrics["step"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("saves", [(60,), (20, 30, 60)])

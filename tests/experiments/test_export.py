@@ -19,7 +19,7 @@ from experiments.export import ExportConfig
 from lowprec.clip import TORCHVISION_FITS, open_clip
 from lowprec.clip.export import load_weights
 from lowprec.clip.model import build_model, model_config
-from lowprec.config.check import ConfigError, RunError
+from lowprec.config.check import ConfigError, RunError, check
 from lowprec.config.schema import ModelConfig
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
@@ -137,9 +137,12 @@ def test_evaluation_is_the_runs_own_by_default(run_once, make_config, tmp_path, 
     assert capsys.readouterr().out.count("2 of 2") == 2
     rows = read_rows(tmp_path / "retrieval" / "retrieved.jsonl")
     assert [len(row["nearest"]) for row in rows] == [3, 3] and rows[0]["sample"] == 0
+    assert {(row["step"], row["val"]) for row in rows} == {(2, first["val"])}
     assert rows[0]["caption"] == "a red square" and len({*rows[0]["nearest"]}) == 3
     with Image.open(io.BytesIO(base64.b64decode(rows[1]["jpeg"]))) as image:
         assert image.format == "JPEG" and max(image.size) <= 96
+    with pytest.raises(ConfigError, match="shown=9"):
+        check({"run": own.run, "shown": 9}, EvaluateConfig)
     with_task.shown = 2
     with pytest.raises(ConfigError, match="shown=2 needs evaluation=retrieval"):
         evaluate.main(with_task)

@@ -76,13 +76,19 @@ def test_report_names_products_outside_of_linear_layers_and_their_share():
         apply_recipe(model, "switchback", ["c_proj"])
 
 
-@pytest.mark.parametrize(
-    "form", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"input": x}]
-)
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
 def test_inputs_are_a_tensor_a_tuple_or_a_dict(form):
     model = nn.Sequential(OrderedDict(c_fc=nn.Linear(64, 64)))
     [layer] = apply_recipe(model, "switchback", inputs=form(torch.zeros(2, 64)))
     assert layer.called
+
+
+def test_a_list_of_inputs_is_refused_before_the_model_changes():
+    model = nn.Sequential(open_clip.transformer.ResidualAttentionBlock(64, 2))
+    before = repr(model)
+    with pytest.raises(ValueError, match="inputs: a list; must be a tensor, a tuple of arguments"):
+        apply_recipe(model, "switchback", inputs=[torch.zeros(2, 5, 64)])
+    assert repr(model) == before
 
 
 def test_report_counts_layers_under_any_recipe():

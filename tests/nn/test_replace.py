@@ -309,6 +309,7 @@ def test_a_dict_gives_each_layer_the_recipe_of_its_last_pattern():
         "switchback, unchecked without `inputs`: 0\n    fp8_rowwise, unchecked without `inputs`: 1"
     )
     assert text in repr(report) and "16 bit: 2" in repr(report)
+    assert apply_recipe(model, {"0": "switchback", "[012]": "high"}).recipe == "high"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
