@@ -64,6 +64,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
         heads[key] = [name(head) for head in heads.to_dict("records")]
     groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
     heads = pd.concat([name_methods(group) for _, group in groups])
+    heads.loc[heads["data.name"] == "unknown", "batch_size"] = 0  # another trainer's
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
     return heads.sort_values(keys, key=_order).rename(columns=RENAMED)

@@ -113,7 +113,8 @@ def curve_figure(
                 hovertemplate="step %{x:,}, loss %{customdata:.4g}: above the axis<extra></extra>",
             )
             figure.add_trace(marks, row=1, col=1)
-    sizes = {run.summary.get("batch_size", 0) for run in runs}
+    known = [run.summary for run in runs if run.summary.get("data.name") != "unknown"]
+    sizes = {summary.get("batch_size", 0) for summary in known}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
         line = {"color": "#666", "width": 1, "dash": "1px,3px"}
         figure.add_hline(y=float(np.log(size)), line=line, row=1, col=1)

@@ -15,6 +15,7 @@ import torch
 from matplotlib.colors import to_rgb
 
 from analysis import load_runs, style
+from analysis.measures import named_heads
 from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
 from analysis.report.collect import speed_of, thin
@@ -311,6 +312,9 @@ def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     assert re.search(r"A loss of \d.*e5 is above the axis; tick logarithmic loss", page.text)
     rate = page.figure["layout"]["yaxis4"]
     assert rate["title"]["text"] == "learning rate" and rate["rangemode"] == "tozero"
+    lines = [shape["y0"] for shape in page.figure["layout"]["shapes"] if shape["yref"] == "y"]
+    assert not lines  # chance, ln(batch size), is not this loss's
+    assert named_heads(load_runs(watched))["batch_size"].tolist() == [0]  # nor in figures
     assert page.data["labels"] == ["mlp"] and "unknown, " not in page.section("RMSt of")
     section = Page(make_page(load_runs(watched), "0.weight")).section("Loss spikes")
     assert "0 of 1 begin 1 to 8 steps after an RMS spike of 0.weight" in section
