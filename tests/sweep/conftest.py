@@ -22,14 +22,15 @@ from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
 
 # Like training, it keeps the record of its run locked.
 REPLACED = """
-import fcntl, os, sys
+import os, sys
+from lowprec.runs.durable import try_lock
 run = f"runs/t/{sys.argv[3]}"
 os.makedirs(run, exist_ok=True)
 with open("starts", "a") as starts:
     starts.write(f"{sys.argv[3]} ")
 lock = os.open(f"{run}/.lock", os.O_RDWR | os.O_CREAT)
 if not os.environ.get("RANK", "0").strip("0"):
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert try_lock(lock, 1.0)  # like training, it waits while others look whether it is locked
     os.set_inheritable(lock, True)
 os.execvp("sh", ["sh", "run.sh", *sys.argv[2:]])
 """
