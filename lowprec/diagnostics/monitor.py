@@ -238,12 +238,11 @@ class Monitor:
                 "save needs pyarrow and pyyaml: pip install pyarrow pyyaml"
             ) from error
         asked = Path(folder).resolve()
-        if self._first > 1 and asked not in self._folders:
-            beside = (asked.with_name(f"{asked.name}-{number}") for number in range(2, 100))
-            found = [path for path in (asked, *beside) if path.exists()]
-            if found not in ([], [asked]):
-                text = f"may be in {', '.join(map(str, found))}: name the folder of this run"
-                raise RunError(f"a resumed run {text}; if it is {asked}, rename the others first")
+        is_resumed_here = self._first > 1 and asked not in self._folders
+        if is_resumed_here and (beside := _folders_beside(asked)):
+            folders = ", ".join(map(str, [asked, *beside] if asked.exists() else beside))
+            text = f"a resumed run may be in {folders}: name the folder of this run"
+            raise RunError(f"{text}; if it is {asked}, rename the others first")
         folder = self._folders.get(asked, asked)
         earlier, has_rows = _config_of(folder), (folder / "metrics.jsonl").exists()
         is_foreign = earlier == {} or (has_rows and earlier is None)
@@ -349,6 +348,12 @@ def _on_host(numbers: list[Tensor | float]) -> list[float]:
     tensors = [x.reshape(()) for x in numbers if isinstance(x, Tensor)]
     fetched = iter(torch.stack(tensors).tolist() if tensors else ())
     return [next(fetched) if isinstance(x, Tensor) else float(x) for x in numbers]
+
+
+def _folders_beside(folder: Path) -> list[Path]:
+    """The existing folders to which an earlier `save` may have moved a run: `<folder>-2`, ..."""
+    names = (folder.with_name(f"{folder.name}-{number}") for number in range(2, 100))
+    return [path for path in names if path.exists()]
 
 
 def _free_folder_beside(folder: Path) -> Path:
