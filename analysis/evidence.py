@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from scipy import stats
 from analysis import comparison, measures, naming, spike_marks
 from analysis.bench import load_lines
 from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
-from lowprec.diagnostics.spikes import Protocol
 from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
@@ -23,7 +22,6 @@ MINI, TRUE_SIZE, TIMES = "mini", "true_size", ""  # scales of runs; benchmark li
 AT = {MINI: " at mini scale", TRUE_SIZE: " at true size", TIMES: ""}  # ends of a verdict
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests, after Holm's correction
-WINDOWS = (50, 200)  # steps of the running mean, besides the run's own
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 
@@ -31,7 +29,6 @@ LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 MARGIN = 0.5  # points of mean R@1, by PROTOCOL.md
 SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time saved: less is no speed-up
-ABOUT = 2.0  # points of a share that the paper gives as "about", until 2026-11-26
 SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
 SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
 
@@ -183,35 +180,27 @@ def count_spikes(run: Runs, head: dict) -> dict[str, float]:
     """Counts of a run's loss spikes: `count_following` for the patch embedding, and more.
 
     `can_spike`: RMS_t is recorded and can reach the threshold; `highest`: the height of the highest
-    loss spike, 0 without one; LARGE: the number of large ones; columns that end in one of WINDOWS:
-    by that window. `num_same_step`, `num_large_following`, `num_large_same_step`: spikes at the
-    step of an RMS spike, and large ones, also `by_onset`.
+    loss spike, 0 without one; LARGE: the number of large ones. `num_same_step`,
+    `num_large_following`, `num_large_same_step`: spikes at the step of an RMS spike, and large
+    ones, also `by_onset`.
     """
     protocol = spike_marks.protocol_of_run(head)
     series = spike_marks.read_series(run, spike_marks.TENSOR)
     rms = series.rms_of(spike_marks.TENSOR)
-    counts = _following_and_heights(series, rms, protocol)
-    counts["can_spike"] = bool(np.isfinite(rms).any() and series.reaches(protocol))
+    heights = spike_marks.spike_table(series, protocol)["height"]
+    counts = {
+        **spike_marks.count_following(series, rms, protocol),
+        HIGHEST: heights.max() if len(heights) else 0.0,
+        LARGE: (heights > spike_marks.LARGE).sum(),
+        "can_spike": bool(np.isfinite(rms).any() and series.reaches(protocol)),
+    }
     for side, ending in (("step", ""), ("onset", "_by_onset")):
         near = spike_marks.signed_leads(series, protocol, side)
         large = near[near["is_large"]]
         counts[f"num_same_step{ending}"] = (near["lead"] == 0).sum()
         counts[f"num_large_same_step{ending}"] = (large["lead"] == 0).sum()
         counts[f"num_large_following{ending}"] = (large["lead"] > 0).sum()
-    for window in WINDOWS:
-        windowed = _following_and_heights(series, rms, replace(protocol, window=window))
-        names = SPIKES, FOLLOWING, HIGHEST, LARGE
-        counts |= {f"{name} {window}": windowed[name] for name in names}
     return counts
-
-
-def _following_and_heights(series: spike_marks.Series, rms: np.ndarray, protocol: Protocol) -> dict:
-    heights = spike_marks.spike_table(series, protocol)["height"]
-    return {
-        **spike_marks.count_following(series, rms, protocol),
-        HIGHEST: heights.max() if len(heights) else 0.0,
-        LARGE: (heights > spike_marks.LARGE).sum(),
-    }
 
 
 def share_interval(num: int, total: int) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from analysis.evidence import (
     SPIKES,
     SURE,
     UNDECIDED,
-    WINDOWS,
     Evidence,
     Finding,
     Sample,
@@ -34,7 +33,6 @@ PRINTED_VALUES = {
     LARGE: f"loss spikes over {spike_marks.LARGE:g} nat per run",
 }
 PRINTED = {"model.name": naming.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
-EARLIER = {SPIKES: "frozen on 2026-11-22", HIGHEST: "of 2026-11-23"}  # rules on trends
 
 
 class Cause(NamedTuple):
@@ -47,12 +45,11 @@ class Cause(NamedTuple):
     studies: Sequence[str]
     levels: Sequence
 
-    def counts(self, records: Evidence, levels: Sequence | None = None) -> pd.DataFrame:
-        """AdamW's runs that agree in all else, at the levels or (None) at any value."""
+    def counts(self, records: Evidence) -> pd.DataFrame:
+        """AdamW's runs at the levels that agree in all else."""
         counts = records.spikes(self.studies)
         counts = counts[counts["optimizer.name"] == "adamw"]
-        if levels is not None:
-            counts = counts[counts[self.key].isin(list(levels))]
+        counts = counts[counts[self.key].isin(list(self.levels))]
         counts = comparison.comparable(counts, self.key)
         if counts[self.key].nunique() < 2:
             what = f"two values of {self.key} with all else equal"
@@ -64,44 +61,26 @@ def trend(records: Evidence, cause: str, causes: Mapping[str, Cause], value: str
     """Judges whether loss spikes grow with a setting: Page's test over its levels, within seeds.
 
     `causes` are the settings that are tested together. Holm's correction is over those with two
-    seeds at three levels or more. `value` is the number of spikes per run, or HIGHEST. The reason
-    ends with the verdict by the earlier rule.
+    seeds at three levels or more. `value` is the number of spikes per run, or HIGHEST.
     """
     up, down = {}, {}
     for name, other in causes.items():
         with contextlib.suppress(NoRunsError):
-            counts = other.counts(records, other.levels)
+            counts = other.counts(records)
             by_seed = counts.pivot_table(value, "seed", other.key)
             by_seed = by_seed[_in_order(counts, other.key)].dropna()
             if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
                 up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
-    key, counts = causes[cause].key, causes[cause].counts(records, causes[cause].levels)
+    key, counts = causes[cause].key, causes[cause].counts(records)
     ours, _ = _by_value(counts, key, value)
-    earlier = f"by the rule {EARLIER[value]}: {_earlier_verdict(records, causes[cause], value)}"
     if cause not in up:
-        ours, why = f"{ours} ({_runs(counts)})", "one seed"
-        if counts[key].nunique() < 3:
-            why = "a trend needs three levels"
-        return Finding(ours, UNDECIDED, f"{why}; {earlier}")
+        why = "one seed" if counts[key].nunique() > 2 else "a trend needs three levels"
+        return Finding(f"{ours} ({_runs(counts)})", UNDECIDED, why)
     corrected, falls = evidence.holm(up)[cause], evidence.holm(down)[cause]
     of_causes = f", {corrected:.2g} by Holm for {counted(len(up), 'setting')}"
     ours += f"; Page's test p = {up[cause]:.2g}{of_causes} ({_runs(counts)})"
     holds = True if corrected < evidence.ALPHA else False if falls < evidence.ALPHA else None
-    finding = records.decide(ours, holds, counts["seed"].nunique(), "no trend is shown")
-    return finding._replace(why="; ".join(filter(None, (finding.why, earlier))))
-
-
-def _earlier_verdict(records: Evidence, cause: Cause, value: str) -> str:
-    """The verdict of the rule until 2026-11-26: all values in order, last minus first above 0."""
-    counts = cause.counts(records)
-    values = _in_order(counts, cause.key)
-    means = [counts.loc[counts[cause.key] == one, value].mean() for one in values]
-    if not max(means):
-        return f"{UNDECIDED} (no spikes)"
-    unless = "lower at some larger value" if (np.diff(means) < 0).any() else ""
-    differences = evidence.difference(counts, cause.key, values[-1], values[0], value)
-    finding = records.larger("", differences, unless)
-    return finding.verdict + (f" ({finding.why})" if finding.why else "")
+    return records.decide(ours, holds, counts["seed"].nunique(), "no trend is shown")
 
 
 def _in_order(counts: pd.DataFrame, varied: str) -> list:
@@ -116,14 +95,12 @@ def _by_value(counts: pd.DataFrame, varied: str, value: str) -> tuple[str, pd.Se
     table, values = PRINTED.get(varied, {}), _in_order(counts, varied)
     means = [counts.loc[counts[varied] == one, value].mean() for one in values]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
-    ends = varied, values[-1], values[0]
-    differences = evidence.difference(counts, *ends, value)
+    differences = evidence.difference(counts, varied, values[-1], values[0], value)
     ours = "; ".join(f"{name}: {mean:.3g}" for name, mean in zip(names, means, strict=True))
-    ours = f"{PRINTED_VALUES[value]}: {ours}; last minus first {Sample.of(differences)}"
-    for window in WINDOWS:
-        other = evidence.difference(counts, *ends, f"{value} {window}").mean()
-        ours += f"; with a window of {window} steps {other:+.2f}"
-    return ours, differences
+    return (
+        f"{PRINTED_VALUES[value]}: {ours}; last minus first {Sample.of(differences)}",
+        differences,
+    )
 
 
 def fewer(
@@ -184,9 +161,6 @@ def follow(records: Evidence, studies: Sequence[str]) -> Finding:
         verdicts.append(True if is_large else False if high < SHARE else None)
     ours = f"{', '.join(parts)}, by chance {chance:.1%}; {_same_step(counts)} ({_runs(counts)}; "
     ours += f"{num_left_out} left out because RMS_t is unknown or cannot reach the threshold)"
-    for window in WINDOWS:
-        num, total = (counts[f"{name} {window}"].sum() for name in (FOLLOWING, SPIKES))
-        ours += f"; with a window of {window} steps {num} of {total}"
     holds = False if False in verdicts else None if None in verdicts else True
     why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
     return records.decide(ours, holds, spiked["seed"].nunique(), why)
@@ -243,8 +217,7 @@ def tensor_skips(records: Evidence) -> Finding:
         others = _scaled(records, "dynamic")["state"] == "finished"
     except NoRunsError:
         return records.decide(ours, None, seeds, "no run with a dynamic scale to compare with")
-    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too; "
-    why += f"by the rule until 2026-11-26: {records.verdict(True)}"
+    why = f"no contrast: {others.sum()} of {len(others)} runs with a dynamic scale end, too"
     return records.decide(ours, None if others.all() else True, seeds, why)
 
 

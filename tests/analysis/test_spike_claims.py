@@ -139,11 +139,7 @@ def test_spikes_decide_with_two_seeds_and_are_counted_with_one(spiking):
             root = spiking(optimizer, beta2, at, seeds=(seed,))
         evidence = Evidence([root])
         finding = {claim: one(evidence, *claim) for claim in OF_BETA2}
-        trend = finding["C9", "spikes grow with beta2"]
-        assert trend.why.partition("by the rule")[0] == (f"{why}; " if why else "")
-        others = [f for f in finding.values() if f is not trend]
-        assert {(f.verdict, f.why) for f in others} == {(verdict, why)}, finding
-        assert trend.verdict == verdict
+        assert {(f.verdict, f.why) for f in finding.values()} == {(verdict, why)}, finding
         counts = f"beta2 0.9: 0; beta2 0.99: 1; beta2 0.999: {len(MANY)}"
         assert counts in finding["C9", "spikes grow with beta2"].ours
         num = (seed + 1) * (len(MANY) + 1)
@@ -173,21 +169,20 @@ HIGHEST = [("C9", "highest loss spike grows with beta2"), ("C11", "highest loss 
 
 
 @pytest.mark.parametrize(
-    ("heights", "verdicts", "earlier"),
+    ("heights", "verdicts"),
     [
-        ((0.5, 1.0, 3.0), (HELD, HELD), HELD),
-        ((3.0, 1.0, 0.5), (FAILED, FAILED), FAILED),
-        ((0.5, 3.0, 2.0), (UNDECIDED, HELD), "undecided (lower at some larger value)"),
+        ((0.5, 1.0, 3.0), (HELD, HELD)),
+        ((3.0, 1.0, 0.5), (FAILED, FAILED)),
+        ((0.5, 3.0, 2.0), (UNDECIDED, HELD)),
     ],
 )
-def test_the_highest_spike_is_judged_by_height_not_by_number(spiking, heights, verdicts, earlier):
+def test_the_highest_spike_is_judged_by_height_not_by_number(spiking, heights, verdicts):
     sweep = zip((0.9, 0.99, 0.999), heights, (MANY, MANY[:4], MANY[:1]), strict=True)
     for beta2, height, at in sweep:
         spiking("adamw", beta2, at, height=height)
     root = Evidence([spiking("stable_adamw", 0.999, MANY, height=1.0)])
     findings = [one(root, *claim) for claim in HIGHEST]
     assert tuple(finding.verdict for finding in findings) == verdicts
-    assert findings[0].why.endswith(f"by the rule of 2026-11-23: {earlier}")
     assert "highest loss spike of a run, in nats: " in findings[0].ours
     assert one(root, "C9", "loss spikes grow with beta2").verdict == FAILED  # by number
 
@@ -196,7 +191,7 @@ def test_a_trend_needs_three_levels_and_is_corrected_for_the_settings_tested(spi
     spiking("adamw", 0.99, lr=1e-3, experiment="spikes_vs_lr")
     root = spiking("adamw", 0.99, MANY[:2], lr=2e-3)
     finding = one(root, "C9", "loss spikes grow with the learning rate")
-    assert finding.why.startswith("a trend needs three levels; by the rule frozen on")
+    assert finding.why == "a trend needs three levels"
     spiking("adamw", 0.99, MANY[:4], lr=4e-3, experiment="spikes_vs_lr")
     finding = one(root, "C9", "loss spikes grow with the learning rate")
     assert "p = 0.028, 0.028 by Holm for 1 setting" in finding.ours and finding.verdict == HELD
