@@ -1,16 +1,13 @@
 """Evaluates the newest checkpoint of a run.
 
     python -m experiments.evaluate run=runs/run/nano-bf16-adamw-s0-0123456789
-    python -m experiments.evaluate run=... evaluation=both precision=int8_inference
+    python -m experiments.evaluate run=... evaluation=both precision=fp16
 
 The evaluation, its data and its prompts are those of the run, except for the keys that the command
 sets. Prints the results and appends them to the run's `evaluations.jsonl`; changes nothing else.
 With shown=8, the run's `retrieved.jsonl` holds eight images of the validation set, at equal
 distances, with the captions nearest to each, which `analysis.report` shows with the step; a later
 evaluation without `shown` keeps them.
-With precision=int8_inference, the results include `int8/memory_ratio`, the size of the converted
-layers relative to float32, and, if there are class names, `int8/agreement`, the share of validation
-images that the converted and the unconverted model assign to the same class.
 """
 
 import base64
@@ -35,11 +32,8 @@ SIDE, LONGEST = 96, 200  # of what retrieved.jsonl stores: pixels, and character
 
 @dataclass
 class EvaluatedPrecision:
-    """The precision of the evaluation: `precision=int8_inference`, `precision=fp16` and so on."""
+    """The precision of the evaluation: `precision=fp16` and so on; recipes are the run's."""
 
-    recipe: str = key(
-        "as_trained", "recipe of the linear layers", choices=("as_trained", "int8_inference")
-    )
     autocast: str | None = key(
         None, "dtype of the evaluation; null: the run's", choices=("fp32", "bf16", "fp16")
     )
@@ -94,7 +88,6 @@ def evaluated(
 ) -> tuple[dict, dict[str, float], dict[str, float]]:
     """What was evaluated, the results, and a guessing model's results."""
     # a refused command loads no torch
-    from lowprec.nn.inference import memory_ratio, to_int8
     from lowprec.train.build import build
     from lowprec.train.checkpoint import find_checkpoint
 
@@ -103,26 +96,15 @@ def evaluated(
     trained.precision.autocast = config.precision.autocast or trained.precision.autocast
     built = build(trained, open_data(trained, training=False))
     built.state.load(checkpoint, model_only=True)
-    evaluation, model = built.evaluation(), built.task.model
+    evaluation = built.evaluation()
     evaluation.num_shown = config.shown
-    converts = config.precision.recipe == "int8_inference"
-    if converts and not built.layers:
-        raise ConfigError([f"{trained.model.name} has no layer that int8_inference converts"])
-    results = evaluation(model)
-    if converts:
-        before = evaluation.predictions
-        to_int8(model, [layer.name for layer in built.layers])
-        results = {**evaluation(model), "int8/memory_ratio": memory_ratio(model)}
-        if before is not None:
-            agrees = evaluation.predictions == before
-            results["int8/agreement"] = agrees.double().mean().item()
+    results = evaluation(built.task.model)
     if evaluation.nearest:
         of = {"step": step_of(checkpoint), "val": trained.data.val}
         rows = [of | retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
         durable.replace(run / "retrieved.jsonl", "".join(map(encode_row, rows)).encode())
-    facts = {"precision": config.precision.recipe, "autocast": trained.precision.autocast}
-    row = {"step": step_of(checkpoint), "val": trained.data.val, **facts}
-    return row, results, evaluation.chance
+    row = {"step": step_of(checkpoint), "val": trained.data.val}
+    return row | {"autocast": trained.precision.autocast}, results, evaluation.chance
 
 
 def retrieved(val: Shards, image: int, nearest: list[int]) -> dict:

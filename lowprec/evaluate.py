@@ -33,10 +33,9 @@ class Evaluation:
     retrieval: bool = False  # whether to measure the loss, and recall in both directions
     num_shown: int = 0  # images of which `nearest` is kept, at equal distances in the whole set
     each: Callable[[Callable], list] = lambda make: [make()]
-    # after a call: the results of a model that guesses; the nearest class of each image; by the
-    # sample number of an image shown, those of its nearest captions
+    # after a call: the results of a model that guesses; by the sample number of an image shown,
+    # those of its nearest captions
     chance: dict[str, float] = field(default_factory=dict, init=False)
-    predictions: Tensor | None = field(default=None, init=False)
     nearest: dict[int, list[int]] = field(default_factory=dict, init=False)
 
     @torch.no_grad()

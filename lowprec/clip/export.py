@@ -2,16 +2,16 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lowprec.clip import open_clip
 from lowprec.nearest import runs_inside
-from lowprec.nn.inference import load_state, write_safetensors
 from lowprec.runs.provenance import file_digest
 
 FOLDER_CONFIG, FOLDER_WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
@@ -65,7 +65,17 @@ def read_weights(source: Path) -> dict[str, Tensor]:
 
 def load_weights(model: nn.Module, source: Path) -> None:
     """Loads weights into a model; raises ValueError with the tensors whose shapes differ."""
-    load_state(model, read_weights(source), source)
+    state, expected = read_weights(source), model.state_dict()
+    shapes = {name: [_shape(s.get(name)) for s in (state, expected)] for name in state | expected}
+    differing = [f"{name} is {a}, not {b}" for name, (a, b) in sorted(shapes.items()) if a != b]
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise ValueError(f"{source} does not fit the model: {'; '.join(differing[:3])}{more}")
+    model.load_state_dict(state)
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else str(tuple(tensor.shape))
 
 
 def write_weights(state: dict[str, Tensor], target: Path, **facts: str) -> None:
@@ -78,9 +88,21 @@ def write_weights(state: dict[str, Tensor], target: Path, **facts: str) -> None:
         raise ValueError(f"{target}: the suffix of a file of weights is .safetensors or .pt")
     if target.suffix == ".safetensors":
         state = {name: tensor.contiguous() for name, tensor in state.items()}
-        return write_safetensors(state, target, **facts)
+        return _write_safetensors(state, target, **facts)
     target.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": state}, target)
+
+
+def _write_safetensors(state: dict[str, Tensor], path: Path, **facts: str) -> None:
+    """Writes tensors with mode 0644; `facts` and the format are the file's metadata."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file(state, temporary, metadata={"format": "pt", **facts})
+        temporary.chmod(0o644)  # safetensors lets only the owner read it
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_folder(

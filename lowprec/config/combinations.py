@@ -94,11 +94,6 @@ def _precision_change_faults(config: Config) -> Iterator[str]:
 
 
 def _recipe_faults(group: str, precision: PrecisionConfig) -> Iterator[str]:
-    if precision.recipe == "int8_inference":
-        yield (
-            "precision.recipe=int8_inference is forward only; train with another recipe, then run "
-            "experiments.evaluate run=DIR precision=int8_inference"
-        )
     if not precision.where:
         yield f"precision.where=[]: at least one of {', '.join(LINEAR_LAYERS)} is expected"
     if precision.recipe != "custom":

@@ -86,9 +86,7 @@ class PrecisionConfig:
     """The number formats of a run; `recipe` names a row of the recipe table."""
 
     autocast: str = key("bf16", "dtype; pure_*: also of weights", choices=tuple(LEGAL_SCALERS))
-    recipe: str = key(
-        "high", "formats of a layer's products", choices=(*RECIPES, "custom", "int8_inference")
-    )
+    recipe: str = key("high", "formats of a layer's products", choices=(*RECIPES, "custom"))
     products: dict | None = key(None, "formats of the three products for recipe=custom")
     where: list[str] = key(list(LINEAR_LAYERS), "layers to convert", choices=LINEAR_LAYERS)
     backend: str = key("auto", "8-bit kernels", choices=("auto", "reference", "triton"))

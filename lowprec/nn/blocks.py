@@ -28,12 +28,7 @@ _KEPT = (  # results of attention kernels are small and expensive to recompute
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module holds the weight of a linear layer, or of several."""
-    return isinstance(module, nn.Linear | nn.MultiheadAttention) or is_int8(module)
-
-
-def is_int8(module: nn.Module) -> bool:
-    """Whether `to_int8` has converted a layer."""
-    return "weight_scale" in module._buffers or "in_proj_weight_scale" in module._buffers
+    return isinstance(module, nn.Linear | nn.MultiheadAttention)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

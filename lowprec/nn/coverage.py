@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lowprec.nn.attention import Attention
-from lowprec.nn.blocks import find_blocks, is_checkpointed, is_int8, is_linear
+from lowprec.nn.blocks import find_blocks, is_checkpointed, is_linear
 from lowprec.nn.linear import Settings
 from lowprec.nn.mlp import LowPrecisionMLP
 from lowprec.nn.recipe import GAINS_FROM, matches
@@ -81,7 +81,7 @@ class Layers(list[Layer]):
                     self.treatments[name] = self._treatment(by_name[name], is_ours)
                 elif settings and settings.recipe.function:
                     self.treatments[name] = f"{settings.recipe.name}, from an earlier call"
-                elif not is_int8(module):
+                else:
                     reason = "not in `where`" if module in supported else "not supported"
                     self.treatments[name] = f"16 bit, {reason}"
         self.num_layers, self.num_quantized = len(linear), sum(map(_is_quantized, linear))
@@ -201,8 +201,8 @@ def _settings_of(module: nn.Module) -> Settings | None:
 
 def _is_quantized(module: nn.Module) -> bool:
     settings = _settings_of(module)
-    if is_int8(module) or settings is None:
-        return is_int8(module)
+    if settings is None:
+        return False
     weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
     # torchao's quantize_ replaces the weight by a subclass
     return any(settings.recipe.products) and type(weight) is nn.Parameter

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from lowprec.nn import attention, coverage
 from lowprec.nn.attention import Attention, is_replaceable
-from lowprec.nn.blocks import checkpoint_blocks, compile_blocks, find_blocks, is_int8
+from lowprec.nn.blocks import checkpoint_blocks, compile_blocks, find_blocks
 from lowprec.nn.coverage import Layer, Layers
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
 from lowprec.nn.mlp import fuse, unfuse
@@ -175,8 +175,6 @@ def linear_layers(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(module, Attention) or _is_block_attention(model, name):
             layers[f"{name}.in_proj"] = name
-        elif is_int8(module):
-            layers[name] = name
         elif isinstance(module, nn.Linear) and not _is_read_by_its_owner(model, name):
             layers[name] = name
     return layers
@@ -229,8 +227,6 @@ def _suggest(model: nn.Module, patterns: Sequence[str]) -> str:
 
 def find_fault(module: nn.Module, layer: str) -> str:
     """Why a linear layer cannot be replaced, or ""."""
-    if is_int8(module):
-        return f"{layer} is already int8: apply the recipe before to_int8"
     if type(getattr(module, "weight", None)).__name__ == "DTensor":
         return f"{layer} is sharded: apply the recipe before fully_shard"
     is_lora = any(part.lower().startswith("lora_") for part in layer.split("."))

@@ -32,7 +32,6 @@ BAD = {  # command: parts of its message
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "model=open_clip": ("model.name=null", "open_clip"),
     # recipes and backends
-    "precision=int8_inference": ("forward only", "experiments.evaluate run=DIR"),
     "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
@@ -193,10 +192,7 @@ def test_every_group_file_composes(choice):
     needs |= {"scaler=dynamic": "precision=fp16", "scaler=fixed": "precision=fp16"}
     needs |= {"data=shards": SHARDS, "data=stream": SHARDS}
     needs |= {"model=open_clip": "model.name=ViT-B-32"}
-    if choice == "precision=int8_inference":
-        assert "forward only" in faults_of(choice)[0]
-    else:
-        assert configs_of(f"{choice} {needs.get(choice, '')}")
+    assert configs_of(f"{choice} {needs.get(choice, '')}")
 
 
 def test_a_typo_in_an_experiment_file_is_named(tmp_path, monkeypatch):

@@ -1,10 +1,9 @@
-"""What each verb keeps to, for models of all libraries: apply_recipe, to_int8, and preparing."""
+"""What each verb keeps to, for models of all libraries: apply_recipe and preparing."""
 
 import pytest
 import torch
 
 from lowprec.nn import apply_recipe, prepare_for_training
-from lowprec.nn.inference import to_int8
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.nn.recipe import LINEAR_LAYERS, matches
 from tests.nn.models import MODELS
@@ -39,20 +38,6 @@ def test_apply_recipe_converts_the_layers_that_the_model_calls(name):
     assert 1e-5 < error(row.output(model), exact) < 0.1
     apply_recipe(model, "high", row.where)
     assert error(row.output(model), exact) < 1e-5
-
-
-@each
-@torch.no_grad()
-def test_to_int8_keeps_names_and_stays_close(name):
-    row = MODELS[name]
-    model = row.build().eval()
-    exact, before = row.output(model), model.state_dict()
-    after = to_int8(model, row.where).state_dict()
-    in_int8 = {n for n, tensor in after.items() if tensor.dtype == torch.int8}
-    assert in_int8 and set(after) - set(before) == {f"{n}_scale" for n in in_int8}
-    assert all(after[f"{n}_scale"].shape == (len(after[n]), 1) for n in in_int8)
-    assert all(torch.equal(after[n], before[n]) for n in set(before) - in_int8)
-    assert 1e-5 < error(row.output(model), exact) < 0.1
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings

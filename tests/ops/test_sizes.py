@@ -7,7 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import E4M3, INT8
-from lowprec.nn.inference import to_int8
 from lowprec.nn.linear import LowPrecisionLinear
 from lowprec.ops import reference, triton_attention, triton_matmul
 
@@ -88,17 +87,14 @@ def test_sizes_of_other_operations_must_fit(device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
-@pytest.mark.parametrize("recipe", ["switchback", "llm_int8", "int8_inference"])
+@pytest.mark.parametrize("recipe", ["switchback", "llm_int8"])
 @pytest.mark.parametrize("path", ["by_kernels", "by_definition"])
 def test_layers_refuse_an_input_of_another_width(device, path, recipe, request):
     if path == "by_kernels":
         request.getfixturevalue(path)
     torch._dynamo.reset()
     with device:
-        if recipe == "int8_inference":
-            layer = to_int8(nn.Sequential(nn.Linear(K, N)), ["0"])
-        else:
-            layer = LowPrecisionLinear(K, N, recipe=recipe)
+        layer = LowPrecisionLinear(K, N, recipe=recipe)
     compiled = torch.compile(layer, backend="aot_eager")
     for features, grad in ((48, True), (80, False)):
         x = torch.randn(M, features, device=device, requires_grad=grad)
