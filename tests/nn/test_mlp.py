@@ -90,18 +90,12 @@ def test_other_mlp_is_not_fused(build):
     assert (mlp(x) - expected).norm() < 0.05 * expected.norm()
 
 
-def test_patch_of_a_child_of_a_fused_mlp_counts():
+def test_parts_of_a_fused_mlp_are_called_if_patched_or_sliced_off():
     mlp, x = mlp_of(), torch.randn(2, 64, requires_grad=True)
     apply_recipe(mlp, "switchback", ["*"])
-    before, plain = mlp(x), mlp[2].forward
+    part, before, plain = mlp[:2], mlp(x), mlp[2].forward
+    assert torch.equal(part(x), mlp[1](mlp[0](x)))
     mlp[2].forward = lambda x: 10 * plain(x)
     torch.testing.assert_close(mlp(x), 10 * before)
-
-
-def test_slice_of_a_fused_mlp_calls_its_layers_and_takes_another_recipe():
-    mlp, x = mlp_of(), torch.randn(2, 64, requires_grad=True)
-    apply_recipe(mlp, "switchback", ["*"])
-    part = mlp[:2]
-    assert torch.equal(part(x), mlp[1](mlp[0](x)))
     apply_recipe(part, "high", ["*"])
     assert type(part) is nn.Sequential and part(x).shape == (2, 256)
