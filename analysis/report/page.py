@@ -59,10 +59,8 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
     A browser loads the page again every `refresh` seconds, unless this is 0. `planned`: names of
     the sweep's runs that have not begun.
     """
-    budget = Budget(
-        points=min(MAX_POINTS, max(100, POINTS // len(runs))),
-        spikes=max(2, SPIKES // len(runs)),
-    )
+    points, spikes = (limit // len(runs) for limit in (POINTS, SPIKES))
+    budget = Budget(points=min(MAX_POINTS, max(100, points)), spikes=max(2, spikes))
     summaries = named(runs.summaries).sort_values("label", kind="stable", ignore_index=True)
     data = [collect_run(runs.only(run), tensor, budget) for run in summaries["run"]]
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
@@ -74,18 +72,14 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
     ]
     differing, shared = compare_settings(summaries)
     tables = _settings(data, groups, looks), _runs(data, names, differing)
-    if not _differ(data):
-        for table in tables:
-            _put_best_first(table)
+    for table in () if _differ(data) else tables:
+        _put_best_first(table)
     script = {
         "labels": labels,
         "chips": [chips.index(method) for method in methods],
         "folded": groups.duplicated(keep=False).tolist(),
         "around": AROUND,
     }
-    states = [f"{num} {state}" for state, num in summaries["state"].value_counts().items()]
-    states += [f"{len(planned)} not begun"] if planned else []
-    total = len(summaries) + len(planned)
     curves, rows = plots.curve_figure(data, labels, looks)
     plots.add_medians(curves, rows, data, groups, looks, budget.points)
     return TEMPLATES.get_template("page.html.j2").render(
@@ -95,7 +89,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         refresh=refresh,
         smoothing=SMOOTHING,
         title=_title(summaries),
-        subtitle=f"{counted(total, 'run')}: {', '.join(states)}",
+        subtitle=_subtitle(summaries, len(planned)),
         planned=planned,
         cards=_cards(data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
@@ -162,6 +156,13 @@ def _title(summaries: pd.DataFrame) -> str:
     of_studies = summaries.dropna(subset="experiment")  # watch writes a scale without meaning
     scales = [str(scale) for scale in of_studies["scale"].dropna().unique()]
     return ", ".join(experiments) + (f" ({', '.join(scales)})" if scales else "")
+
+
+def _subtitle(summaries: pd.DataFrame, num_planned: int) -> str:
+    """`3 runs: 2 finished, 1 not begun`."""
+    states = [f"{num} {state}" for state, num in summaries["state"].value_counts().items()]
+    states += [f"{num_planned} not begun"] if num_planned else []
+    return f"{counted(len(summaries) + num_planned, 'run')}: {', '.join(states)}"
 
 
 def _cards(data: list[RunData]) -> list[tuple[str, str, str, str]]:

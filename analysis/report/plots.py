@@ -99,12 +99,21 @@ def curve_figure(
             figure.update_yaxes(rangemode="tozero", row=row, col=1)
     limits = _loss_range(runs)
     figure.update_yaxes(range=limits, nticks=8, row=1, col=1)
+    _mark_above(figure, runs, looks, limits[1])
+    _add_references(figure, runs, rows)
+    return figure, rows
+
+
+def _mark_above(
+    figure: go.Figure, runs: list[RunData], looks: list[tuple[str, str]], top: float
+) -> None:
+    """Marks the losses above the axis, which ends at `top`, at its edge."""
     for i, (run, (color, _)) in enumerate(zip(runs, looks, strict=True)):
-        above = run.curves[np.isfinite(run.curves["loss"]) & (run.curves["loss"] > limits[1])]
+        above = run.curves[np.isfinite(run.curves["loss"]) & (run.curves["loss"] > top)]
         if len(above):
             marks = go.Scatter(
                 x=above["step"].to_numpy(np.int32),
-                y=np.full(len(above), limits[1]),  # exact: plotly draws no point beyond the axis
+                y=np.full(len(above), top),  # exact: plotly draws no point beyond the axis
                 customdata=above["loss"].to_numpy(np.float32),
                 mode="markers",
                 cliponaxis=False,
@@ -113,6 +122,10 @@ def curve_figure(
                 hovertemplate="step %{x:,}, loss %{customdata:.4g}: above the axis<extra></extra>",
             )
             figure.add_trace(marks, row=1, col=1)
+
+
+def _add_references(figure: go.Figure, runs: list[RunData], rows: dict[str, int]) -> None:
+    """Lines at chance, at the thresholds of RMS spikes and where the precision changes."""
     known = [run.summary for run in runs if run.summary.get("data.name") != "unknown"]
     sizes = {summary.get("batch_size", 0) for summary in known}
     for size in sorted(size for size in sizes if size > 0):  # NaN if the config is damaged
@@ -130,7 +143,6 @@ def curve_figure(
         text = escape(f"{', '.join(sorted(labels))} until here")
         note = {"annotation_text": text, "annotation_position": "top left"}
         figure.add_vline(x=step, line={"color": "#666", "width": 1}, row=1, col=1, **note)
-    return figure, rows
 
 
 def add_medians(

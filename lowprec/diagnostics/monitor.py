@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import math
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -261,24 +262,25 @@ class Monitor:
         if not self._folders and self.step <= ignored:
             text = "%d steps are saved, and the first %d cannot have spikes: for short runs, pass"
             logger.warning(f"{text} watch protocol=Protocol(ignore_steps=...)", self.step, ignored)
-        record = Record(folder)
-        try:
+        with closing(Record(folder)) as record:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())
             self._given, self._folders[asked] = given, folder
-            record.append("metrics", self._rows)
-            record.append("events", spike_events(self._unwritten, self.names))
-            if self._tables:
-                steps, values = zip(*self._tables, strict=True)
-                statistics = dict(zip(WATCHED, np.stack(values).transpose(2, 0, 1), strict=True))
-                record.append_tensors(steps, statistics, self.names)
-            if math.isfinite(loss := self._last_loss):
-                record.status("finished", self.step)
-            else:  # as in the harness
-                record.status("diverged", self.step, f"the loss is {loss} at step {self.step}")
-        finally:
-            record.close()
+            self._write(record)
         self._rows, self._tables, self._unwritten = [], [], []
+
+    def _write(self, record: "Record") -> None:  # noqa: F821 (imported by `save` alone)
+        """Appends what was not saved yet, and sets the status."""
+        record.append("metrics", self._rows)
+        record.append("events", spike_events(self._unwritten, self.names))
+        if self._tables:
+            steps, values = zip(*self._tables, strict=True)
+            statistics = dict(zip(WATCHED, np.stack(values).transpose(2, 0, 1), strict=True))
+            record.append_tensors(steps, statistics, self.names)
+        if math.isfinite(loss := self._last_loss):
+            record.status("finished", self.step)
+        else:  # as in the harness
+            record.status("diverged", self.step, f"the loss is {loss} at step {self.step}")
 
     def close(self) -> None:
         """Stops watching; what was recorded remains."""

@@ -163,44 +163,20 @@ def advise(
             loss, no linear layer with a gradient, no recipe that the GPU multiplies natively, or a
             model that is frozen, sharded or in DistributedDataParallel.
     """
-    batches = inputs if isinstance(inputs, list) else [inputs]
-    _refuse_unsuitable(model, batches)
+    batches = _suitable(model, inputs if isinstance(inputs, list) else [inputs])
     device = next(model.parameters()).device
     chosen = _find_native([recipes] if isinstance(recipes, str | Recipe) else recipes, device)
-    modules: dict[str, nn.Module] = {}
-    shapes: dict = defaultdict(list)  # of a layer's calls
-    errors: dict = defaultdict(list)  # of a layer, a product's name and its formats
-
-    def keep(name: str, x: Tensor, w: Tensor, g: Tensor) -> None:
-        parameters = {n: p for n, p in modules[name]._parameters.items() if p is not None}
-        needs_grad = x.requires_grad, any(p.requires_grad for p in parameters.values())
-        bias = any(n.endswith("bias") for n in parameters)
-        shapes[name].append(Shape(*x.shape, g.shape[1], bias, x.dtype, w.dtype, needs_grad))
-        tensors = {"x": x.detach(), "w": w, "g": g}
-        with torch.autocast(device.type, enabled=False):
-            for part, how in {(part, getattr(r, part)) for r in chosen for part in PRODUCTS}:
-                operands = (tensors[operand] for operand in PRODUCTS[part])
-                rows = [] if how is None else product_rows(part, how, *operands)
-                errors[name, part, how].extend(rows)
-
     step = (None, None)
     with _unchanged(model, device), on_device(device), torch.enable_grad():
         if device.type == "cuda":
             step = _step_times(model, batches[0], loss, device)
-        replace_attention(model)
-        modules |= replaceable_layers(model)
-        with torch.compiler.set_stance("force_eager"), recorded(modules, keep):
-            for batch in batches:
-                output = _loss(model, batch, loss, device)
-                with _without_gradients(model, output):
-                    output.backward()  # autograd.grad cannot pass reentrant checkpoints
-        distinct = dict.fromkeys(shape for calls in shapes.values() for shape in calls)
-        ms = _times(distinct, chosen, device)
-    if not shapes:
+        shapes, errors = _calls(model, batches, loss, chosen, device)
+        ms = _times(chain.from_iterable(shapes.values()), chosen, device)
+    if not any(shapes.values()):
         raise ValueError("no linear layer was called and got a gradient")
-    work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items()}
+    work = {name: sum(math.prod(s[:3]) for s in calls) for name, calls in shapes.items() if calls}
     rows = []
-    for recipe, name in product(chosen, filter(work.__contains__, modules)):
+    for recipe, name in product(chosen, work):
         row = {"recipe": recipe.name, "layer": name, "share": work[name] / sum(work.values())}
         for key, case in (("ms_16bit", RECIPES["high"]), ("ms", recipe)):
             times = [ms[shape, case] for shape in shapes[name]] if ms else []
@@ -212,7 +188,42 @@ def advise(
     return Advice(rows, *step)
 
 
-def _refuse_unsuitable(model: nn.Module, batches: list) -> None:
+def _calls(
+    model: nn.Module,
+    batches: list,
+    loss: Callable | None,
+    recipes: list[Recipe],
+    device: torch.device,
+) -> tuple[dict[str, list[Shape]], dict[tuple, list[dict]]]:
+    """The shapes of each layer's calls, and the errors by layer, product and its formats."""
+    replace_attention(model)
+    modules = replaceable_layers(model)
+    products = {(part, getattr(recipe, part)) for recipe in recipes for part in PRODUCTS}
+    shapes: dict = {name: [] for name in modules}
+    errors: dict = defaultdict(list)
+
+    def keep(name: str, x: Tensor, w: Tensor, g: Tensor) -> None:
+        parameters = {n: p for n, p in modules[name]._parameters.items() if p is not None}
+        needs_grad = x.requires_grad, any(p.requires_grad for p in parameters.values())
+        bias = any(n.endswith("bias") for n in parameters)
+        shapes[name].append(Shape(*x.shape, g.shape[1], bias, x.dtype, w.dtype, needs_grad))
+        tensors = {"x": x.detach(), "w": w, "g": g}
+        with torch.autocast(device.type, enabled=False):
+            for part, how in products:
+                operands = (tensors[operand] for operand in PRODUCTS[part])
+                rows = [] if how is None else product_rows(part, how, *operands)
+                errors[name, part, how].extend(rows)
+
+    with torch.compiler.set_stance("force_eager"), recorded(modules, keep):
+        for batch in batches:
+            output = _loss(model, batch, loss, device)
+            with _without_gradients(model, output):
+                output.backward()  # autograd.grad cannot pass reentrant checkpoints
+    return shapes, errors
+
+
+def _suitable(model: nn.Module, batches: list) -> list:
+    """The batches; ValueError if they, or the model, are not as in training."""
     wrong = [type(b).__name__ for b in batches if not isinstance(b, Tensor | tuple | Mapping)]
     if wrong or not batches:
         kind = wrong[0] if wrong else "an empty list"
@@ -224,6 +235,7 @@ def _refuse_unsuitable(model: nn.Module, batches: list) -> None:
     if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
         what = f"{sharded[0]} is sharded" if sharded else "the model is in DDP"
         raise ValueError(f"{what}: call advise before DistributedDataParallel and fully_shard")
+    return batches
 
 
 def _summary(part: str, operands: list[dict]) -> dict:
@@ -328,7 +340,7 @@ def _leaves(output: Tensor) -> set[Tensor]:
 def _times(shapes: Iterable[Shape], recipes: list[Recipe], device: torch.device) -> dict:
     """Milliseconds of forward and backward as a CUDA graph, by shape and recipe; {} on a CPU."""
     ms = {}
-    for shape, recipe in product(shapes, (RECIPES["high"], *recipes)):
+    for shape, recipe in product(dict.fromkeys(shapes), (RECIPES["high"], *recipes)):
         if device.type == "cuda":
             like = {"device": device, "dtype": shape.x_dtype}
             x, g = (torch.randn(shape.rows, size, **like) for size in (shape.dim_in, shape.dim_out))

@@ -188,8 +188,8 @@ def _shares_of_tokens(model: nn.Module) -> dict[nn.Module, float]:
 
 def _num_weights(module: nn.Module) -> int:
     """Elements of a linear layer's weight, or of an attention's fused projection."""
-    tensors = {**module._parameters, **module._buffers}
-    return sum(x.numel() for n, x in tensors.items() if n.endswith("weight") and x is not None)
+    parameters = module.named_parameters(recurse=False)
+    return sum(p.numel() for name, p in parameters if name.endswith("weight"))
 
 
 def _settings_of(module: nn.Module) -> Settings | None:

@@ -68,37 +68,28 @@ def apply_recipe(
 
     Raises:
         NoLayerError: no layer matches, or a pattern other than open_clip's four names matches none.
-        ValueError: unknown or contradictory settings, a list as `inputs`, a layer that is already
-            int8 (`to_int8`) or sharded (`fully_shard`), or a layer that is more than an nn.Linear:
-            a foreign subclass, a weight that is parametrized (weight_norm, pruning) or a tensor
-            subclass (torchao), a patched forward, a LoRA matrix. The model is unchanged.
+        ValueError: unknown or contradictory settings, a list as `inputs`, a layer that is sharded
+            (`fully_shard`), or a layer that is more than an nn.Linear: a foreign subclass, a weight
+            that is parametrized (weight_norm, pruning) or a tensor subclass (torchao), a patched
+            forward, a LoRA matrix. The model is unchanged.
     """
     if isinstance(inputs, list):
         text = "must be a tensor, a tuple of arguments or a dict of keyword arguments"
         raise ValueError(f"inputs: a list; {text}")
-    if isinstance(recipe, Mapping):
-        if where is not LINEAR_LAYERS:
-            raise ValueError("a dict of recipes has the patterns: leave out `where`")
-        where = list(recipe)
-    else:
-        recipe = {None: recipe}
-    recipes = {pattern: find_recipe(r) for pattern, r in recipe.items()}
-    settings = {r: Settings(r, backend, outlier_threshold) for r in recipes.values()}
-    matching = _find_layers(model, where)
+    if isinstance(recipe, Mapping) and where is not LINEAR_LAYERS:
+        raise ValueError("a dict of recipes has the patterns: leave out `where`")
+    recipes = recipe if isinstance(recipe, Mapping) else {None: recipe}
+    settings = {p: Settings(find_recipe(r), backend, outlier_threshold) for p, r in recipes.items()}
+    matching = _find_layers(model, list(recipe) if isinstance(recipe, Mapping) else where)
     replace_attention(model)
     calls = None if inputs is None else coverage.trace(model, inputs)
     unfuse(model)
     layers = []
-    for layer, name in matching.items():
-        module = model.get_submodule(name)
+    for name, owner in matching.items():
+        module = model.get_submodule(owner)
         called = None if calls is None else module in calls
-        weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
-        shape = weight.shape[::-1]
-        one = next(r for p, r in reversed(recipes.items()) if p is None or matches(layer, [p]))
-        is_wanted = not skip_slow or gains_speed(one, *shape)
-        swapped = one.function and called is not False and is_wanted
-        layers.append(Layer(layer, *shape, swapped, called, one.name))
-        _set_settings(module, settings[one] if swapped else None)
+        own = next(s for p, s in reversed(settings.items()) if p is None or matches(name, [p]))
+        layers.append(_apply(module, name, own, called, skip_slow))
     fuse(model)
     _set_fast_path(model)
     names = ", ".join(dict.fromkeys(layer.recipe for layer in layers))
@@ -154,6 +145,18 @@ def prepare_for_training(
         text = f"{layers.recipe} converts none of the {len(layers)} layers in `where`"
         warnings.warn(f"{text} ({'; '.join(reasons)})", stacklevel=2)
     return layers
+
+
+def _apply(
+    module: nn.Module, name: str, settings: Settings, called: bool | None, skip_slow: bool
+) -> Layer:
+    """Makes a layer low-precision, unless it is never called or `skip_slow` keeps it 16-bit."""
+    weight = module.in_proj_weight if isinstance(module, Attention) else module.weight
+    shape, recipe = weight.shape[::-1], settings.recipe
+    is_wanted = not skip_slow or gains_speed(recipe, *shape)
+    swapped = recipe.function and called is not False and is_wanted
+    _set_settings(module, settings if swapped else None)
+    return Layer(name, *shape, swapped, called, recipe.name)
 
 
 def _set_settings(module: nn.Module, settings: Settings | None) -> None:
