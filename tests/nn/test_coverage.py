@@ -91,6 +91,8 @@ def test_report_counts_layers_under_any_recipe():
         layers = apply_recipe(model, recipe, inputs=inputs)  # also of quantized layers
         assert (layers.num_quantized, layers.num_layers) == (4, 5)
         assert all(layer.called for layer in layers)
+    layers = apply_recipe(model, "switchback", ["c_fc"], inputs=x)  # others stay quantized
+    assert (layers.num_quantized, layers.num_layers) == (4, 5)
     assert model.training and all(module.training for module in model.modules())
 
 

@@ -65,3 +65,10 @@ def assert_equal(first, second):
 
 def assert_close(first, second, rtol=1e-5, atol=1e-6):
     torch.testing.assert_close(params_of(first), params_of(second), rtol=rtol, atol=atol)
+
+
+def assert_near(actual, expected, share, **tolerances):
+    """Equal but for few elements, whose 8-bit moments were rounded to another side."""
+    differ = ~torch.isclose(actual.float(), expected.float(), **tolerances)
+    assert differ.sum() <= share * differ.numel(), differ.sum()
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.2, atol=0.02)

@@ -72,49 +72,34 @@ def test_a_step_that_updates_nothing_leaves_the_state(kind):
 
 
 @pytest.mark.parametrize("kind", [ZClip, SkipStep])
-def test_the_optimizer_clips_or_skips_an_outlier(kind):
+def test_the_optimizer_clips_or_skips_an_outlier_also_beside_what_is_not_finite(kind):
     start = torch.linspace(-1, 1, 64).reshape(8, 8)
-    p, q = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    policy = kind(sigmas=3.0)
-    ours = StableAdamW([p], clip_norm=policy)
-    plain = StableAdamW([q])
-    for step in range(70):
-        scale = 100.0 if step == 69 else 1 + 0.05 * (step % 3)
-        for x in (p, q):
-            x.grad = torch.cos(start * (step + 1)) * scale
-        before = p.detach().clone()
-        ours.step()
-        plain.step()
-        assert torch.equal(p, q) == (step < 69)
-    clipped = float(ours.clipped_grad_norm)
-    assert float(ours.grad_norm) > 300
-    if kind is SkipStep:
-        assert torch.equal(p, before) and clipped == 0 and ours.steps == [69]
-        assert ours.statistics[0, 0].isnan() and ours.statistics[0, 2] == 0
-    else:
-        assert not torch.equal(p, before) and 3 < clipped < 10 and ours.steps == [70]
-
-
-@pytest.mark.parametrize("kind", [ZClip, SkipStep])
-def test_a_tensor_that_is_not_finite_hides_no_outlier_of_the_others(kind):
-    start = torch.linspace(-1, 1, 64).reshape(8, 8)
-    p, bad, alone = (torch.nn.Parameter(start.clone()) for _ in range(3))
+    p, bad, alone, unclipped = (torch.nn.Parameter(start.clone()) for _ in range(4))
     ours = StableAdamW([p, bad], clip_norm=kind(sigmas=3.0), skip="tensor")
     other = StableAdamW([alone], clip_norm=kind(sigmas=3.0), skip="tensor")
+    plain = StableAdamW([unclipped])
     for step in range(80):
         scale = 100.0 if step == 69 else 1 + 0.05 * (step % 3)
-        p.grad = torch.cos(start * (step + 1)) * scale
-        alone.grad = p.grad.clone()
+        for x in (p, alone, unclipped):
+            x.grad = torch.cos(start * (step + 1)) * scale
         bad.grad = torch.zeros_like(bad)
         bad.grad[3, 4] = [math.inf, math.nan, 0.0][step % 3]
-        before = bad.detach().clone()
-        ours.step()
-        other.step()
+        before, bad_before = alone.detach().clone(), bad.detach().clone()
+        for optimizer in (ours, other, plain):
+            optimizer.step()
         torch.testing.assert_close(p, alone)
         assert ours.all_finite == (step % 3 == 2)
-        assert step % 3 == 2 or torch.equal(bad, before)
+        assert step % 3 == 2 or torch.equal(bad, bad_before)
         torch.testing.assert_close(ours.clipped_grad_norm, other.clipped_grad_norm)
         assert (other.clipped_grad_norm < 0.2 * other.grad_norm) == (step == 69)
+        assert torch.equal(alone, unclipped) or step >= 69
+        if step == 69:
+            norms = other.grad_norm.item(), other.clipped_grad_norm.item()
+            assert norms[0] > 300 and torch.equal(alone, before) == (kind is SkipStep)
+            assert norms[1] == 0 if kind is SkipStep else 3 < norms[1] < 10
+            assert other.steps == [69 + (kind is ZClip)] and not torch.equal(alone, unclipped)
+            skipped = other.statistics[0, 0].isnan() and other.statistics[0, 2] == 0
+            assert skipped == (kind is SkipStep)
     states = ours.clip_norm.state_dict(), other.clip_norm.state_dict()
     torch.testing.assert_close(*states)
 

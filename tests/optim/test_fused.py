@@ -13,6 +13,7 @@ from lowprec.optim.adamw_update import PlainStep, Tensors
 from lowprec.optim.fused import AddressTables, FusedStep
 from lowprec.optim.state import MOMENTS, TENSORS, zero_state
 from lowprec.optim.statistics import STATISTICS, ShardReduction
+from tests.optim.optimizers import assert_near, params_of
 
 SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4), (41, 60)]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -64,10 +65,6 @@ def make(kind, device, **options):
     return StableAdamW(groups, min_8bit_size=300, skip="tensor", **changes, **options)
 
 
-def params_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def take(optimizer, step):
     """The gradients are twice as large as they should be, 30 times in step 3; not finite in 2."""
     generator = torch.Generator().manual_seed(step)
@@ -80,13 +77,6 @@ def take(optimizer, step):
         p.grad = torch.empty_like(p, dtype=p.grad_dtype).copy_(grad)
     optimizer.grad_scale = torch.full((), 2.0, device=p.device)
     optimizer.step()
-
-
-def assert_near(actual, expected, share, **tolerances):
-    """Equal but for few elements, whose 8-bit moments were rounded to another side."""
-    differ = ~torch.isclose(actual.float(), expected.float(), **tolerances)
-    assert differ.sum() <= share * differ.numel()
-    torch.testing.assert_close(actual.float(), expected.float(), rtol=0.2, atol=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)

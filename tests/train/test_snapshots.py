@@ -45,14 +45,6 @@ def test_a_snapshot_is_the_checkpoint_of_its_step(make_config, run_once, shaken,
     assert not (tmp_path / "without" / "snapshots").exists()
 
 
-def test_a_divergence_has_a_snapshot(make_config, run_once, shaken, tmp_path, capsys):
-    spoil = shaken({17}, factor=float("nan"))
-    ended, _ = run_once(make_config(RECORDED), tmp_path, spoil=spoil)
-    assert (ended.state, ended.step) == ("diverged", 17)
-    assert steps_of(list_snapshots(tmp_path)) == [12]
-    assert "to replay the divergence at step 17" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("asked", [False, True])
 def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, shaken, tmp_path, capsys, asked):
     quiet = {"diagnostics.spikes.loss_sigmas": 1e6, "diagnostics.spikes.rms_threshold": 1.5}
@@ -62,11 +54,19 @@ def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, shaken, tmp_p
     assert ("to replay the RMS spike of" in capsys.readouterr().out) == asked
 
 
-def test_only_the_newest_snapshots_stay(make_config, run_once, shaken, tmp_path):
+def test_only_the_newest_snapshots_stay_and_a_divergence_has_one(
+    make_config, run_once, shaken, tmp_path, capsys
+):
+    def spoil(built):
+        shaken({8, 14})(built)
+        shaken({22}, factor=float("nan"))(built)
+
     config = make_config(RECORDED | {"num_steps": 26, "diagnostics.recorder.keep": 2})
-    run_once(config, tmp_path, spoil=shaken({8, 14, 22}))
+    ended, _ = run_once(config, tmp_path, spoil=spoil)
+    assert (ended.state, ended.step) == ("diverged", 22)
     assert steps_of(list_snapshots(tmp_path)) == [12, 18]
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
+    assert "to replay the divergence at step 22" in capsys.readouterr().out
 
 
 def test_a_resume_writes_a_lost_snapshot_again(make_config, run_once, shaken, tmp_path):
