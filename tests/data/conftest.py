@@ -1,9 +1,15 @@
+import contextlib
 import gzip
 import io
+import shutil
 import tarfile
+import threading
+import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -68,3 +74,51 @@ def same(a, b) -> bool:
     """Whether two batches hold the same, to the bit."""
     tensors = ("images", "tokens", "labels", "samples")
     return a.skips == b.skips and all(torch.equal(getattr(a, x), getattr(b, x)) for x in tensors)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the files of a folder; `log` holds the path of each request, `users` who asked."""
+
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.log, self.users = folder, [], set()
+        self.stopped = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # a reader that goes away early
+
+
+class Handler(SimpleHTTPRequestHandler):
+    def do_GET(self):
+        name = self.path.partition("?")[0].lstrip("/")
+        self.server.log.append(name)
+        if name.startswith("stall"):
+            self.server.stopped.wait()
+        elif name.startswith("trickle"):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the client has left
+                for _ in range(40):
+                    self.wfile.write(bytes(5))
+                    time.sleep(0.25)
+        else:
+            self.server.users.add(self.headers.get("Authorization"))
+            self.directory = str(self.server.folder)
+            super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    if shutil.which("curl") is None:
+        pytest.skip("no curl, by which webdataset opens URLs")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "served").mkdir(exist_ok=True)
+    with Server(tmp_path / "served") as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        yield server
+        server.stopped.set()
+        server.shutdown()

@@ -93,18 +93,6 @@ def test_names_that_are_not_utf8_are_read(tmp_path):
     assert (read, skips) == ([0, 1], [])
 
 
-FOREIGN = ("pyd", "pickle", "pkl", "pth", "pt", "npy", "npz", "py", "sh", "so", "json", "yaml")
-
-
-def test_foreign_members_of_a_shard_are_never_opened(tmp_path, payload, canary):
-    bad = pickle.dumps(payload(canary))
-    mixed = members(0, 4)
-    mixed[2:2] = [(f"000000.{kind}", bad) for kind in FOREIGN]
-    mixed += [(f"000009.{kind}", bad) for kind in FOREIGN if kind != "json"]
-    (read, skips), _ = check(write_tar(tmp_path / "a.tar", mixed))
-    assert (read, skips) == ([0, 1, 2, 3], [])
-
-
 KEYS = ("../../up", "/abs/olute", "a/../../b", "~/home", "$HOME", "`touch x`", "a\nb", "-rf")
 
 

@@ -79,12 +79,16 @@ def test_batch_holds_the_samples_of_its_step_in_order(make_batches):
 
 
 def test_batches_do_not_depend_on_workers_or_the_first_batch(make_batches):
+    """Nor do they change the random states of the process."""
     batches = make_batches(change={3: {"png": b"broken"}})
+    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
     alone = list(iterate(batches, workers=0))
     assert len(alone) == 9 and any(batch.skips for batch in alone)
     for workers, first in ((2, 0), (2, 4), (0, 4)):
         tail = list(iterate(batches, workers=workers, first=first))
         assert len(tail) == 9 - first and all(map(same, tail, alone[first:]))
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
 
 def test_bad_sample_is_replaced_and_listed(make_batches):
@@ -108,14 +112,6 @@ def test_replacement_depends_on_the_position_and_the_seed(make_batches):
     ]
     assert len(set(replaced[20:40])) > 5 and replaced[20:40] != replaced[60:]
     assert max(replaced) < 20
-
-
-def test_loading_leaves_the_random_states_as_they_are(make_batches):
-    state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()
-    for workers in (0, 1):
-        assert list(iterate(make_batches(change={0: {"txt": b""}}), workers=workers))
-    assert torch.equal(torch.get_rng_state(), state)
-    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state)
 
 
 def test_no_readable_sample_is_an_error(make_batches):

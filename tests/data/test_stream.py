@@ -1,19 +1,15 @@
 """Streams: exact order and resume, and each fault in the skips."""
 
 import base64
-import contextlib
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 import tracemalloc
 from collections import Counter
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -33,54 +29,6 @@ from tests.data.conftest import encode, members, same, tokenize, write_tar
 
 ROOT = Path(lowprec.data.stream.__file__).parents[2]
 SIZE = 12
-
-
-class Server(ThreadingHTTPServer):
-    """Serves the files of a folder; `log` holds the path of each request, `users` who asked."""
-
-    def __init__(self, folder):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.folder, self.log, self.users = folder, [], set()
-        self.stopped = threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request, client_address):
-        pass  # a reader that goes away early
-
-
-class Handler(SimpleHTTPRequestHandler):
-    def do_GET(self):
-        name = self.path.partition("?")[0].lstrip("/")
-        self.server.log.append(name)
-        if name.startswith("stall"):
-            self.server.stopped.wait()
-        elif name.startswith("trickle"):
-            self.send_response(200)
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the client has left
-                for _ in range(40):
-                    self.wfile.write(bytes(5))
-                    time.sleep(0.25)
-        else:
-            self.server.users.add(self.headers.get("Authorization"))
-            self.directory = str(self.server.folder)
-            super().do_GET()
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    if shutil.which("curl") is None:
-        pytest.skip("no curl, by which webdataset opens URLs")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "served").mkdir(exist_ok=True)
-    with Server(tmp_path / "served") as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        yield server
-        server.stopped.set()
-        server.shutdown()
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ def test_only_regular_images_captions_and_labels_are_read(tmp_path, tar_and_offs
     with tarfile.open(path, "a") as tar:
         for name, kind in (("x.png", tarfile.SYMTYPE), ("x.txt", tarfile.DIRTYPE),
                            ("x.cls", tarfile.FIFOTYPE), ("x.pyd", tarfile.REGTYPE),
+                           ("x.pickle", tarfile.REGTYPE),
                            ("txt", tarfile.REGTYPE)):  # fmt: skip
             member = tarfile.TarInfo(name)
             member.type, member.linkname = kind, "/etc/hostname"

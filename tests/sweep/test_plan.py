@@ -108,27 +108,23 @@ def test_damaged_files_are_named_and_other_runs_keep_their_states(plan, sweeps, 
         assert str(bad / "status.json") in printed
 
 
-def test_a_planned_directory_is_where_the_same_command_trains(here, tiny, monkeypatch):
+def test_a_planned_directory_is_where_the_same_command_trains_from_anywhere(
+    here, tiny, monkeypatch
+):
     monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "seed=3", "name=t"])
-    sweep.train(["runs/sweeps/t", "0"])
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    sweep.train([str(here / "runs/sweeps/t"), "0"])
+    assert not list((here / "elsewhere").iterdir())
     planned = Plan(here / "runs/sweeps/t").directory_of(0)
     assert find_runs(here / "runs") == [planned] and read_status(planned)["state"] == "finished"
+    monkeypatch.chdir(here)
     config = compose_command([*tiny, "seed=3", "name=t"])[0].config
     shutil.rmtree(planned)
     train(config)
     assert find_runs(here / "runs") == [planned]
     assert read_last_row(planned / "metrics.jsonl")["step"] == 2
-
-
-def test_a_run_is_trained_beside_its_sweep_from_any_directory(here, tiny, monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
-    sweep.submit([*tiny, "name=t"])
-    (here / "elsewhere").mkdir()
-    monkeypatch.chdir(here / "elsewhere")
-    sweep.train([str(here / "runs/sweeps/t"), "0"])
-    assert find_runs(here / "runs") == [Plan(here / "runs/sweeps/t").directory_of(0)]
-    assert not list((here / "elsewhere").iterdir())
 
 
 def test_a_dry_run_prints_the_runs_and_writes_nothing(here, tiny, capsys):
