@@ -5,7 +5,7 @@
 
 The first line of the table names its columns; tabs, commas or semicolons separate them. Paths are
 relative to the table or else, as in open_clip, to the working directory. If training could not read
-some rows (a missing or damaged image, an empty caption), all of them are listed and nothing is
+some rows (a missing or damaged image, an empty caption), they are listed (up to 100) and nothing is
 written; with skip_bad=true they are left out.
 """
 

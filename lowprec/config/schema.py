@@ -156,7 +156,7 @@ class OptimizerConfig:
     eps: float = key(1e-6, "term added to the root of the second moment", above=0)
     weight_decay: float = key(0.2, "not applied to gains, biases and logit scale", least=0)
     clip_norm: float | None = key(
-        None, "largest global gradient norm; with any optimizer but adamw", above=0
+        None, "largest global gradient norm (adamw_clip, stable_adamw, muon)", above=0
     )
     zclip: float | None = key(None, "least z-score of a norm that ZClip clips", above=0)
     skip_sigmas: float | None = key(
