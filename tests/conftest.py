@@ -15,11 +15,8 @@ import fcntl  # noqa: E402
 import importlib.util  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
-import runpy  # noqa: E402
 import shutil  # noqa: E402
-import sys  # noqa: E402
 import tarfile  # noqa: E402
-import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -220,38 +217,6 @@ def shaken():
         return spoil
 
     return at
-
-
-@pytest.fixture
-def fork_training():
-    """`fork_training(*words, log=path)`: `python -m experiments.train` with these words; its pid.
-
-    Forked, since a new process would import everything again. Its output goes to `log`.
-    """
-    from experiments import train
-
-    def start(*words, log):
-        process = os.fork()
-        if process:
-            return process
-        os.setpgid(0, 0)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT)
-        for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(output, descriptor)
-            setattr(sys, name, open(descriptor, "w", closefd=False))
-            setattr(sys, f"__{name}__", getattr(sys, name))
-        code, sys.argv = 1, ["train", *words]
-        try:
-            runpy.run_path(train.__file__, run_name="__main__")
-        except SystemExit as left:
-            code = left.code
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    return start
 
 
 class Payload:

@@ -10,6 +10,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from analysis import load_runs
+from analysis.load import load_all
 from lowprec.config.schema import (
     Config,
     ModelConfig,
@@ -207,3 +208,9 @@ def fill_disk(monkeypatch):
         return write(descriptor, data)
 
     return lambda: monkeypatch.setattr(os, "write", fill)
+
+
+@pytest.fixture(scope="session")
+def everything():
+    """All runs of the committed records."""
+    return load_all(Path(__file__).parents[2] / "experiments" / "results")

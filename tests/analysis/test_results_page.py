@@ -5,32 +5,33 @@ Tests that read the records of many studies are slow; CI runs them.
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis import evidence, load_runs, measures, naming, paper, size_judges
+from analysis import evidence, load_runs, measures, paper
 from analysis.figures import (
     FIGURES,
     attention_logits,
     feature_size,
-    recipes_by_size,
     rounding,
 )
 from analysis.figures import early_warnings as predictors
-from analysis.load import load_all
+from tests.analysis.results import (
+    CLAIMS,
+    PAGE,
+    README,
+    RESULTS,
+    ROOT,
+    numbers,
+    rows_of,
+    words_of,
+)
 from tests.analysis.test_spike_claims import permuted
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "experiments" / "results"
-PAGE = " ".join((ROOT / "experiments" / "RESULTS.md").read_text().split())
-README = " ".join((ROOT / "README.md").read_text().split())
 LINES = (ROOT / "experiments" / "RESULTS.md").read_text().splitlines()
-CLAIMS = (RESULTS / "claims.md").read_text()
-APPENDICES = sorted(set(RESULTS.glob("*.md")) - {RESULTS / "claims.md", RESULTS / "README.md"})
 PRECISIONS = {
     "bf16": "bf16",
     "SwitchBack int8": "switchback",
@@ -61,30 +62,6 @@ WARNINGS = {
     "AdamW, beta2 0.9 at warnings": "beta2",
     "AdamW, skipped at warnings": "skip",
 }
-
-
-def rows_of(start):
-    """The cells of each row of the one table of the appendices whose header begins with `start`."""
-    [text] = [text for path in APPENDICES if f"\n{start}" in (text := path.read_text())]
-    table = text[text.index(f"\n{start}") + 1 :].partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in table[2:]]
-
-
-def claim(number, words):
-    """The row of claims.md with a number whose statement begins with the words."""
-    lines = CLAIMS.partition("## All rows")[2].splitlines()
-    [line] = [line for line in lines if line.startswith(f"| {number} | {words}")]
-    return line
-
-
-def numbers(number, words, pattern):
-    """The numbers in a row of claims.md, where the pattern's groups match."""
-    return [float(text) for text in re.search(pattern, claim(number, words)).groups()]
-
-
-def words_of(name):
-    """The text of an appendix in one line."""
-    return " ".join((RESULTS / f"{name}.md").read_text().split())
 
 
 def in_words(mean, low, high):
@@ -200,12 +177,6 @@ def test_ties_decide_whether_spikes_grow_with_the_learning_rate():
     assert evidence.page(by_seed) > p_value and scipys > evidence.ALPHA > 3 * p_value
 
 
-@pytest.fixture(scope="module")
-def everything():
-    """All runs of the records."""
-    return load_all(RESULTS)
-
-
 @pytest.mark.slow
 def test_features_by_recipe_are_those_of_the_records(everything):
     studies = feature_size.studies
@@ -263,249 +234,6 @@ def pairs_needed(deviation, margin, power=0.8):
     most = stats.t.ppf(0.95, nums - 1)
     reached = 2 * stats.t.cdf(ratio * np.sqrt(nums) - most, nums - 1) - 1
     return nums[reached >= power][0]
-
-
-@pytest.fixture(scope="module")
-def sized(everything):
-    """Runs and frame of `recipes_by_size`, at 5e-4."""
-    return with_scores(everything, "weight_gradient")
-
-
-@pytest.fixture(scope="module")
-def equal(everything):
-    """The same of `equality_true_size`."""
-    return with_scores(everything, "equality")
-
-
-def with_scores(everything, study):
-    """Runs of a study at true size, and their frame of `recipes_by_size` with scores, by seed."""
-    at = everything.summaries
-    runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == study))
-    heads = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
-    frame = recipes_by_size.query(runs).sort_values("seed")
-    frame = frame.assign(ms=frame["run"].map(runs.timing.groupby("run")["step_ms"].median()))
-    return runs, frame.join(heads[["validation_loss", "recall"]], on="run")
-
-
-@pytest.mark.slow
-def test_runs_at_true_size_are_those_of_the_records(sized):
-    runs, frame = sized
-    model, recipes = "", {naming.precision(name): name for name in set(frame["recipe"])}
-    models = {naming.model(name): name for name in set(frame["model"])}
-    rows = [cells[:7] for cells in rows_of("| size | recipe | validation loss |")]
-    assert len(rows) == 15
-    for name, recipe, *numbers in rows:
-        model = models.get(name, model)
-        part = frame[(frame["model"] == model) & (frame["recipe"] == recipes[recipe])]
-        block = paper.BLOCK.format(LAST[model])
-        blocks = [runs.only(run).series(block, "feature_mean") for run in part["run"]]
-        columns = (
-            (part["validation_loss"], "{:.4f}"),
-            (part["recall"], "{:.1f}"),
-            ([values.get(300) for values in blocks], "{:.1f}"),
-            ([values.iloc[-1] for values in blocks], "{:.1f}"),
-            (part["ms"], "{:.0f}"),
-        )
-        assert numbers == [", ".join(map(text.format, values)) for values, text in columns]
-
-
-LAST = {"vit_b14": 11, "vit_l14": 23, "vit_h14": 31}  # last vision block
-
-
-@pytest.mark.slow
-def test_messages_at_true_size_are_those_of_the_records(sized):
-    _, frame = sized
-    means = frame.groupby(["model", "recipe"])[["loss_change", "feature_ratio", "ms"]].mean()
-    of_h = means.loc["vit_h14", "loss_change"]
-    low, high = -of_h["switchback"], -of_h["hw_fp8_tensorwise"]
-    assert f"int8 ended {low:.1f}% below bf16 (two seeds)" in PAGE
-    text = words_of("true_size")
-    assert f"reach a validation loss {low:.1f}% and {high:.1f}% below bf16's" in text
-    wide = frame[frame["recipe"].isin(["grad_weight int8", "llm_int8"])]["feature_ratio"]
-    ratios = f"{wide.min():.1f} to {wide.max():.1f}"
-    assert f"features of ViT-B, L and H {ratios} times as large by step 300" in PAGE
-    assert f"features {ratios} times as large by step 300" in text
-    ms = frame.set_index(["model", "recipe", "seed"])["ms"].sort_index()
-    h14, l14 = (
-        100 * (1 - ms[model, "switchback"] / ms[model, "bf16"]).mean()
-        for model in ("vit_h14", "vit_l14")
-    )
-    assert f"saves {h14:.1f}% of a step of ViT-H/14 and {l14:.1f}% of ViT-L/14" in text
-
-
-@pytest.mark.slow
-def test_equality_at_true_size_is_that_of_the_records(equal):
-    runs, frame = equal
-    text, rows = words_of("true_size"), rows_of("| ViT-H/14 at 3.5e-4 |")
-    frame, block = frame.set_index(["recipe", "seed"]), paper.BLOCK.format(LAST["vit_h14"])
-    series = [runs.only(run).series(block, "feature_mean") for run in frame["run"]]
-    frame["early"], frame["end"] = zip(*((one[300], one.iloc[-1]) for one in series), strict=True)
-    recipes = {naming.precision(name): name for name in frame.index.unique("recipe")}
-    assert {row[0] for row in rows} == set(recipes)
-    for name, num, loss, change, recall, points, *others in rows:
-        part = frame.loc[recipes[name]]
-        assert (num, loss) == (str(len(part)), f"{part['validation_loss'].mean():.4f}")
-        assert recall == f"{part['recall'].mean():.1f}"
-        columns = {"early": "{:.1f}", "end": "{:.1f}", "ms": "{:.0f}"}
-        assert others == [form.format(part[key].mean()) for key, form in columns.items()]
-        if name == "bf16":
-            assert change == points == ""
-            continue
-        logs = np.log(part["validation_loss"] / frame.loc["bf16", "validation_loss"]).dropna()
-        in_percent = [100 * np.expm1(x) for x in interval(logs)]
-        assert change == "{:+.1f} ({:.1f} to {:.1f})".format(*in_percent)
-        differences = (part["recall"] - frame.loc["bf16", "recall"]).dropna()
-        assert points == "{:+.2f} ({:.2f} to {:.2f})".format(*interval(differences))
-    ratios = {
-        (name, key): frame.loc[name, key] / frame.loc["bf16", key].reindex(frame.loc[name].index)
-        for name in recipes.values()
-        for key in ("early", "end", "ms")
-    }
-    spans = {key: f"{each.min():.2f} to {each.max():.2f}" for key, each in ratios.items()}
-    llm, switchback, fp8 = "llm_int8", "switchback", "hw_fp8_tensorwise"
-    assert f"LLM.int8() has {spans[llm, 'early']} times the features" in text
-    early = (
-        f"SwitchBack int8 {spans[switchback, 'early']} and tensor-wise fp8 {spans[fp8, 'early']}"
-    )
-    assert early in text
-    ends = f"{spans[llm, 'end']}, {spans[switchback, 'end']} and {spans[fp8, 'end']} times"
-    assert ends in text
-    saved = 100 * (1 - ratios[switchback, "ms"])
-    assert f"saves {saved.mean():.1f}% of a step ({saved.min():.1f}% to {saved.max():.1f}%)" in text
-    assert f"and {saved.mean():.1f}% of a training step at 84 px on an H200" in PAGE
-    assert f"LLM.int8() {100 * (1 - ratios[llm, 'ms'].mean()):.1f}%; fp8 takes " in text
-    assert f"fp8 takes {100 * (ratios[fp8, 'ms'].mean() - 1):.1f}% longer" in text
-    losses = np.log(frame["validation_loss"]).unstack(0)
-    lost = [num_lost(losses.drop(index=seed)) for seed in losses.index]
-    assert min(lost) == 1 and lost.count(2) == 4  # of two equalities
-    assert (
-        "at least one of the two equalities is lost, and both are lost in four of six cases" in text
-    )
-    means = frame.groupby("recipe")["recall"].mean()
-    assert f"R@1 is {means['bf16']:.1f}% in bf16, {means[switchback]:.1f}% with Switch" in PAGE
-    assert f"{means[fp8]:.1f}% with tensor-wise fp8 and {means[llm]:.1f}% with LLM.int8()" in PAGE
-
-
-def num_lost(losses):
-    """How many of the two equalities are not shown, by Holm's correction for four tests."""
-    p_values = {
-        (one, other): size_judges.p_value((losses[one] - losses[other]).dropna(), how)
-        for (one, other), how in size_judges.FAMILY.items()
-    }
-    corrected = evidence.holm(p_values)
-    equal = [pair for pair, how in size_judges.FAMILY.items() if how == size_judges.EQUAL]
-    return sum(corrected[pair] >= evidence.ALPHA for pair in equal)
-
-
-def test_messages_on_equality_are_those_of_the_claims():
-    pattern = (
-        r"ViT-H/14 ([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\], \d seeds; ViT-H/14: p = ([\d.]+)"
-    )
-    own = numbers("C1", "SwitchBack int8 matches bf16's validation loss", pattern)
-    fp8 = numbers("C3", "fp8 tensor-wise ends more than 3% above", pattern)
-    llm = numbers("C2", "LLM.int8() has a higher validation loss", pattern)
-    below = numbers("C1", "SwitchBack int8 has a lower validation loss", pattern)
-    words = "ends {:.1f}% above bf16 (90%: {:.1f} below to {:.1f} above)"
-    assert words.format(own[0], -own[1], own[2]) in PAGE
-    assert f"{-fp8[0]:.1f}% below it ({-fp8[1]:.1f} below to {fp8[2]:.1f} above)" in PAGE
-    assert "LLM.int8() ends {:.1f}% above ({:.1f} to {:.1f})".format(*llm[:3]) in PAGE
-    assert f"int8, too, ends {llm[0]:.1f}% higher" in README
-    assert f"narrowly (p = {own[3]:.3f})" in README
-    text = words_of("true_size")
-    assert own[3] == fp8[3] and f"(p = {own[3]:.3f} for both after the correction" in text
-    assert f"rests on p = {own[3]:.3f} after Holm's correction" in PAGE
-    assert f"than bf16 (p = {llm[3]:.3f})" in text and f"p = {below[3]:.3f})" in text
-    exceeds = "exceeds by {:.1f}% ({:.1f} to {:.1f}".format(*below[:3])
-    assert exceeds in text
-
-
-def interval(values, level=0.9):
-    """Mean and ends of Student's interval."""
-    half = stats.sem(values) * stats.t.ppf((1 + level) / 2, len(values) - 1)
-    return values.mean(), values.mean() - half, values.mean() + half
-
-
-@pytest.fixture(scope="module")
-def rates(everything):
-    """Seed 1 of ViT-H/14 by recipe and learning rate: scores, excursions and sizes of features."""
-    at = everything.summaries
-    studies = at["experiment"].isin(["lr_map", "weight_gradient"])
-    runs = everything.where((at["scale"] == "true_size") & studies & (at["seed"] == 1))
-    scored = measures.with_scores(runs, measures.named_heads(runs)).set_index("run")
-    heads = runs.runs.set_index("run").join(scored[["validation_loss", "recall"]])
-    heads = heads[heads["model.name"] == "vit_h14"].reset_index()
-    for row, run in enumerate(heads["run"]):
-        loss = runs.only(run).metrics.set_index("step")["loss"]
-        median = loss.rolling(21, center=True).median().loc[101:]
-        features = runs.only(run).series(paper.BLOCK.format(LAST["vit_h14"]), "feature_mean")
-        heads.loc[row, "excursion"] = (median - median.cummin()).max()
-        heads.loc[row, ["early", "end"]] = features[300], features.iloc[-1]
-        heads.loc[row, "at_150"] = loss.loc[145:155].median()
-    heads = heads[heads["precision.label"] != "custom"]
-    return heads.set_index(["precision.label", "optimizer.lr"])
-
-
-@pytest.mark.slow
-def test_table_of_learning_rates_is_that_of_the_records(rates):
-    recipes = {naming.precision(name): name for name in rates.index.unique(0)}
-    rows = rows_of("| learning rate | recipe (seed 1) |")
-    for rate, recipe, *numbers in rows:
-        cells = rates.loc[(recipes[recipe], float(rate)), list(COLUMNS)]
-        assert numbers == list(map(str.format, COLUMNS.values(), cells)), (recipe, rate)
-    assert len(rows) == len(rates) == 18
-
-
-@pytest.mark.slow
-def test_sentences_on_learning_rates_are_those_of_the_records(rates):
-    loss, page = rates["validation_loss"].unstack(), words_of("true_size")
-    assert (loss.idxmin(axis=1) == 3.5e-4).all()
-    assert (rates["recall"].unstack().idxmax(axis=1) == 2.5e-4).all()
-    change = (loss / loss.loc["bf16"] - 1).loc[["switchback", "hw_fp8_tensorwise", "llm_int8"]]
-    for numbers in map(pd.Series.dropna, map(change.loc.__getitem__, change.index)):
-        texts = [f"{number:+.1%}" for number in numbers]
-        assert f"by {', '.join(texts[:-1])} and {texts[-1]}" in page
-    steps = 1 - loss[3.5e-4] / loss[2.5e-4]
-    assert f"the loss changes by {steps.min():.1%} to {steps.max():.1%}" in page
-    above = loss - loss.loc["bf16"].min()
-    assert (above.loc[:, :5e-4] <= 0.1).all(axis=None)
-    assert above.loc[:, 7e-4:].stack().dropna().between(0.1, 1).all()
-    bf16, *others = rates["excursion"].unstack()[1e-3].sort_values()
-    assert f"is {bf16:.2f} nats, of the others {others[0]:.2f} to {others[-1]:.2f}" in page
-    early, end = (rates[name].unstack() for name in ("early", "end"))
-    early = early / early.loc["bf16"]
-    of_llm = early.loc["llm_int8", :5e-4]
-    assert f"has {of_llm.min():.1f} to {of_llm.max():.1f} times the features" in page
-    at_1e_3 = early[1e-3]
-    assert f"1e-3, it has {at_1e_3['llm_int8']:.1f} times" in page
-    others = at_1e_3["switchback"], at_1e_3["hw_fp8_tensorwise"]
-    assert "have {:.1f} and {:.1f} there".format(*others) in page
-    llm, fp8 = (
-        (end / end.loc["bf16"]).loc[name].dropna() for name in ("llm_int8", "hw_fp8_tensorwise")
-    )
-    assert "has {:.2f}, {:.2f}, {:.2f} and {:.2f} times".format(*llm) in page
-    assert "fp8 {:.2f}, {:.2f}, {:.2f} and {:.2f}".format(*fp8) in page
-    switchback = end.loc["switchback"] / end.loc["bf16"]
-    low, high = switchback[:7e-4].min(), switchback[:7e-4].max()
-    assert f"int8 {low:.2f} to {high:.2f} up to 7e-4 and {switchback[1e-3]:.2f} at 1e-3" in page
-    at_150 = rates["at_150"].unstack()
-    low, high = at_150.loc[:, :3.5e-4].stack().agg(["min", "max"])
-    assert (
-        f"step 150 (median of 11 steps) is {low:.1f} to {high:.1f} at the two lowest rates" in page
-    )
-    (at_7e_4,) = {f"{value:.1f}" for value in at_150[7e-4].dropna()}
-    assert f"{at_7e_4} at 7e-4" in page
-    assert f"{at_150[1e-3].min():.1f} to {at_150[1e-3].max():.1f} at 1e-3" in page
-    bf16 = rates["recall"].loc["bf16"]
-    assert f"reaches {bf16[2.5e-4]:.1f}% at 2.5e-4 instead of {bf16[5e-4]:.1f}% at 5e-4" in PAGE
-
-
-COLUMNS = {
-    "validation_loss": "{:.4f}",
-    "recall": "{:.1f}",
-    "excursion": "{:.2f}",
-    "early": "{:.1f}",
-    "end": "{:.1f}",
-}
 
 
 HORIZON = 8  # steps, the paper's

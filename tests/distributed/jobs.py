@@ -33,7 +33,7 @@ from lowprec.formats import INT8, round_to_format
 from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
-from lowprec.train import run, watchdog
+from lowprec.train import watchdog
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
@@ -229,20 +229,6 @@ def watched(folder: Path, rank: int, size: int, *, kind: str) -> None:
         dist.destroy_process_group()
 
 
-def watched_harness(folder: Path, rank: int, size: int, *, config: dict) -> None:
-    """Runs a config as the command line does, and saves what `watch` records of it."""
-    monitors = []
-
-    def watched_build(*arguments):
-        built = building.build(*arguments)
-        monitors.append(watch(built.task.model, built.state.optimizer, flush=4))
-        return built
-
-    run.build = watched_build
-    entry.main(check(config))
-    torch.save(monitors[0].rows(), folder / f"{rank}.pt")
-
-
 def refusals(mesh: dist.DeviceMesh) -> list[str]:
     """What an optimizer says of placements that cannot be summed."""
     messages = []
@@ -265,5 +251,4 @@ JOBS = {
     "sharded_steps": sharded_steps,
     "attempt": attempt,
     "watched": watched,
-    "watched_harness": watched_harness,
 }

@@ -3,9 +3,6 @@
 import pytest
 import torch
 
-from lowprec.runs.read import find_runs, read_rows
-from lowprec.runs.tables import read_tensors
-
 
 @pytest.mark.parametrize(
     ("size", "width"), [(2, 13), pytest.param(4, 12, marks=pytest.mark.slow)]
@@ -43,25 +40,3 @@ def test_several_processes_record_and_find_what_one_does(ranks):
         assert [spike[:2] for spike in own_spikes] == [spike[:2] for spike in spikes]
         for row, of_one in zip(rows, expected, strict=True):
             assert row == pytest.approx(of_one, rel=2e-3, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_watch_records_what_the_harness_does_in_two_processes_to_the_bit(
-    ranks, make, tmp_path, kind
-):
-    config = make({"distributed.name": kind, "run_dir": str(tmp_path)})
-    answer = ranks("watched_harness", 2, config=config)
-    assert answer["codes"] == [0, 0], answer["logs"]
-    [folder] = find_runs(tmp_path)
-    of_ranks = [torch.load(answer["folder"] / f"{rank}.pt") for rank in range(2)]
-    for rows in of_ranks:
-        for row, expected in zip(rows, read_rows(folder / "metrics.jsonl"), strict=True):
-            assert (row["lr"], row["grad_norm"]) == (expected["lr"], expected["grad_norm"])
-        count = 0
-        for steps, statistics, names in read_tensors(folder):
-            for name in ("rms", "grad_norm", "update_norm"):
-                for step, values in zip(steps, statistics[name], strict=True):
-                    found = [rows[step - 1][f"{name}/{n}"] for n in names]
-                    assert found == values.tolist(), (name, step)
-                    count += 1
-        assert count == 3 * len(rows) == 18

@@ -1,4 +1,4 @@
-"""The corpus of damage: random changes of files, values, shards, cache files and command lines."""
+"""The corpus of damage: random changes of files, values, shards and command lines."""
 
 import contextlib
 import io
@@ -151,25 +151,6 @@ def a_tar(dice: random.Random) -> bytes:
         at = dice.randrange(len(tar) // 512) * 512
         tar = tar[:at] + a_header(dice) + tar[at:]
     return mutate(dice, tar) if dice.random() < 0.3 else tar
-
-
-def exchange(dice: random.Random, files: list[Path], records: int) -> None:
-    """Some bytes of cache files changed, or records or whole files moved."""
-    path, other = dice.choice(files), dice.choice(files)
-    size = path.stat().st_size // records
-    content, source = bytearray(path.read_bytes()), other.read_bytes()
-    to, at = dice.randrange(records) * size, dice.randrange(records) * size
-    change = dice.randrange(4)
-    if change == 0:
-        content = bytearray(source)
-    elif change == 1:
-        content[to : to + size] = source[at : at + size]
-    elif change == 2:
-        shift = dice.choice([1, 4, size // 2])
-        content[to : to + size] = source[at + shift : at + shift + size].ljust(size, b"\0")
-    else:
-        content = bytearray(mutate(dice, bytes(content)))
-    path.write_bytes(content)
 
 
 KEYS = [*keys(Config), "experiment", "hydra.verbose", "hydra/launcher", "hydra.run.dir", "x", ""]

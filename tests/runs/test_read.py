@@ -57,9 +57,12 @@ def rows_file(tmp_path):
 def test_every_truncation_yields_exactly_the_rows_whose_line_is_whole(rows_file):
     path, rows = rows_file
     whole = path.read_bytes()
+    assert read_rows(path.with_name("none.jsonl")) == []
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
-        assert read_rows(path) == rows[: whole[:size].count(b"\n")]
+        kept = rows[: whole[:size].count(b"\n")]
+        assert read_rows(path) == kept
+        assert not kept or read_last_row(path) == kept[-1]
 
 
 def test_runs_are_folders_with_config_and_status(tmp_path):
@@ -87,14 +90,6 @@ def test_yaml_that_stands_for_no_config_is_damage(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"^  - run={tmp_path}: {path} is damaged: .*{why}"):
         read_config(tmp_path)
-
-
-def test_last_row_is_the_last_whole_one(rows_file):
-    path, rows = rows_file
-    assert read_last_row(path) == rows[-1]
-    path.write_bytes(path.read_bytes()[:-3])
-    assert read_last_row(path) == rows[-2]
-    assert read_rows(path.with_name("none.jsonl")) == []
 
 
 def test_a_default_stands_in_for_a_missing_or_damaged_status(tmp_path):

@@ -36,6 +36,16 @@ def test_compiled_blocks_follow_eager_ones(make_config, run_once, tmp_path, monk
     assert compiled == pytest.approx(eager, rel=1e-4)
 
 
+def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path):
+    changes = {"num_steps": 3, "intervention.name": "kq_norm"}
+    run_once(make_config(changes), tmp_path / "a")
+    run_once(make_config({**changes, "checkpointing": True}), tmp_path / "b")
+    plain, recomputed = (
+        [row["grad_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in "ab"
+    )
+    assert plain == pytest.approx(recomputed, rel=1e-6)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_stochastic_rounding_draws_new_numbers_at_each_backward(make_config, accumulate):
     changes = {"accumulate": accumulate, "precision.recipe": "nvfp4_rht_sr"}
