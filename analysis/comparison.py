@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 
-from analysis.run_files import DEFAULTS, IN_MAPS, flatten
+from analysis.run_files import IN_MAPS, OF_RECORDS, flatten
 from lowprec.config.schema import LEGAL_SCALERS, Config, PrecisionConfig
 from lowprec.nearest import nearest
 from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
@@ -27,7 +27,7 @@ ADDED = (  # in no digest unless set; a dot ends the name of a group
 )
 KEY = (
     *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
-    *(key for key in DEFAULTS if key.startswith(ADDED)),
+    *(key for key in OF_RECORDS if key.startswith(ADDED)),
     *("deterministic", *MEASURED),
 )
 OF_STREAM = ("save_every", "num_workers")  # change the order of the data under data=stream
@@ -82,14 +82,9 @@ def belongs(heads: pd.DataFrame, varied: str) -> list[str]:
 def signature(heads: pd.DataFrame, *varied: str, seed: bool = True) -> pd.Series:
     """A text for each run, equal for runs that agree in all settings but the varied ones."""
     free = {key for name in varied for key in belongs(heads, name)}
-    keys = [key for key in columns(heads) if key not in free]
-    return joined(heads, [*keys, *(["seed"] if seed else [])])
-
-
-def joined(table: pd.DataFrame, keys: list[str]) -> pd.Series:
-    """A text for each row, equal for rows that agree in these columns."""
-    rows = zip(*(map(written, table[key]) for key in keys), strict=True)
-    return pd.Series(["|".join(row) for row in rows], index=table.index, dtype=object)
+    keys = [key for key in columns(heads) if key not in free] + ["seed"] * seed
+    rows = zip(*(map(written, heads[key]) for key in keys), strict=True)
+    return pd.Series(["|".join(row) for row in rows], index=heads.index, dtype=object)
 
 
 def narrow_products(heads: pd.DataFrame) -> pd.Series:

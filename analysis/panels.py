@@ -22,17 +22,12 @@ CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of th
 MOST = 2  # but at most at this multiple of the first loss
 
 
-def num_columns(num: int) -> int:
-    """Number of panels in a row: two, or three if that leaves no gap."""
-    return 3 if num % 2 and num % 3 == 0 else min(2, num)
-
-
 def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None) -> list[Axes]:
-    """`num` axes, at most `most` in a row, each `height` inches high; sizes the figure.
+    """`num` axes, each `height` inches high; sizes the figure, one or two columns of text wide.
 
-    The figure is one or two columns of text wide.
+    Without `most`, the number in a row is two, or three if that leaves no gap.
     """
-    columns = min(most, num) if most else num_columns(num)
+    columns = min(most or (3 if num % 2 and num % 3 == 0 else 2), num)
     rows = -(-num // columns)
     figure.set_size_inches(style.COLUMN_WIDTH * min(2, columns), height * rows)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -114,13 +109,8 @@ def draw_runs(
     ax.plot(at[filled], values[filled], label=None if means else label, **look)
     if hollow is not None and hollow.any():
         ax.plot(at[hollow], values[hollow], mfc="white", **look)
-    crosses(ax, at[values.isna()], LOW, color)
-
-
-def crosses(ax: Axes, at: pd.Series, height: float, color: tuple, **look) -> None:
-    """A cross at each place, at a share of the height of the panel."""
-    for place in at:
-        ax.plot(place, height, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform(), **look)
+    for place in at[values.isna()]:
+        ax.plot(place, LOW, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
 
 
 def number_axis(ax: Axes, values: pd.Series) -> None:

@@ -108,6 +108,7 @@ def flatten(config: dict, prefix: str = "") -> dict:
 
 
 DEFAULTS = flatten(asdict(Config()))
+OF_RECORDS = DEFAULTS | flatten(REMOVED)  # old and new records have the same keys
 IN_MAPS = tuple(f"{key}." for key in MAPS)  # beginnings of the keys of maps
 
 
@@ -170,10 +171,9 @@ def _read_config(run: Path) -> tuple[dict | None, list[str]]:
         written = flatten(read.read_yaml(run / "config.yaml"))
         wrong = [key for key in written if key in DEFAULTS and not _may_be(key, written[key])]
         if not wrong and all(key in written for key in REQUIRED):
-            config = DEFAULTS | REMOVED  # old and new records have the same keys
-            config |= {k: v for k, v in written.items() if k in config or k.startswith(IN_MAPS)}
-            label = PrecisionConfig(*(config[key] for key in PRECISION)).label
-            return {**config, "precision.label": label}, []
+            known = {k: v for k, v in written.items() if k in OF_RECORDS or k.startswith(IN_MAPS)}
+            label = PrecisionConfig(*(known[key] for key in PRECISION)).label
+            return {**OF_RECORDS, **known, "precision.label": label}, []
         fault += "".join(f": {key}={written[key]!r}"[:200] for key in wrong[:1])
     except (OSError, ValueError, AttributeError):  # no file, no YAML, no map
         pass

@@ -341,15 +341,10 @@ def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def protocols(frame: pd.DataFrame) -> list[Protocol]:
-    """The distinct protocols of a frame that has the columns THRESHOLDS."""
-    rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
-    return [Protocol(**row) for row in rows]
-
-
 def in_words(frame: pd.DataFrame) -> str:
     """What counts as a spike in a frame that has the columns THRESHOLDS, compared to the paper."""
-    used = protocols(frame)
+    rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
+    used = [Protocol(**row) for row in rows]
     texts = [
         f"RMS spikes: RMS_t >= {p.rms_threshold:g}. Loss spikes: {p.num_deviations} losses within "
         f"{p.within} steps above the mean + {p.loss_sigmas:g} standard deviations of the "

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lowprec.config.combinations import combination_faults
-from lowprec.config.schema import REMOVED_OPTIMIZERS, RETIRED, Config, WarningConfig
+from lowprec.config.schema import REMOVED_OPTIMIZERS, Config
 from lowprec.nearest import nearest
 
 MISSING = "???"
@@ -31,6 +31,7 @@ IN_DIGESTS = {  # keys of old records, with the value that digests of runs conta
 }
 REMOVED = {  # keys of old records, with their defaults
     **IN_DIGESTS,
+    "optimizer.on_warning": {"action": "none", "statistic": "rms", "threshold": 2.3, "beta2": 0.9},
     "profile": False,
     "remote_sync": None,
     "resume.from": None,
@@ -79,16 +80,11 @@ def _without(raw: Any, name: str, *rest: str) -> Any:
 
 def retired_faults(config: Config) -> list[str]:
     """Why a config of an old record can no longer be trained; empty for any other config."""
-    rule, faults = config.optimizer, []
-    if rule.name in REMOVED_OPTIMIZERS:
-        instead = "adamw optimizer.optim_bits=8" if "8bit" in rule.name else "adamw_zclip"
-        faults.append(f"optimizer.name={rule.name} was removed; use optimizer={instead}")
-    if rule.on_warning != WarningConfig():
-        faults.append(
-            "optimizer.on_warning was removed, because no action helped much; action=clip was "
-            "optimizer=stable_adamw with optimizer.clip_threshold=2.3"
-        )
-    return faults
+    name = config.optimizer.name
+    if name not in REMOVED_OPTIMIZERS:
+        return []
+    instead = "adamw optimizer.optim_bits=8" if "8bit" in name else "adamw_zclip"
+    return [f"optimizer.name={name} was removed; use optimizer={instead}"]
 
 
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
@@ -104,7 +100,6 @@ def keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 def unknown_key(path: str, legal: Iterable[str]) -> str:
     """The fault for a key that the schema does not have; the nearest key comes first."""
-    legal = [key for key in legal if not key.startswith(RETIRED)]
     root = path.partition(".")[0]
     if root in ("launcher", "dry_run") and root not in legal:
         return f"{path}: only experiments.sweep has this key"

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config.check import ConfigError, check, retired_faults
-from lowprec.config.schema import MAPS, PRESETS, RETIRED, Config
+from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -120,7 +120,6 @@ def defaults(schema: type) -> dict:
 def explain(entry: str, schema: type) -> str:
     """A line per key of an entry point, `key=default`, followed by its meaning and choices.
 
-    Keys of old records are left out.
     Below, a line per group, with the names that `group=name` chooses from.
     """
 
@@ -128,8 +127,6 @@ def explain(entry: str, schema: type) -> str:
         for f in fields(schema):
             name = f.name
             value, doc = values[name], f.metadata.get("doc", "")
-            if prefix + name in RETIRED:
-                continue
             if is_dataclass(f.type):
                 yield from lines(f.type, value, f"{prefix}{name}.")
                 continue

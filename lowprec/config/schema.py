@@ -26,14 +26,12 @@ LOGGERS = {  # and the packages that they need
     "trackio": "trackio",
 }
 REMOVED_OPTIMIZERS = ("adamw8bit_bnb", "adamw8bit_torchao", "adagc", "stable_spam")
-RETIRED = ("optimizer.on_warning",)  # of old records
 CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its own optimizer
     "clip_norm": "adamw_clip",
     "zclip": "adamw_zclip",
     "skip_sigmas": "adamw_skip_step",
 }
 OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *LIBRARIES)
-WARNING_ACTIONS = ("clip", "skip", "beta2")
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 AUTOCAST = ("fp32", "bf16", "fp16")  # dtypes under which the weights are float32
@@ -131,20 +129,6 @@ class InterventionConfig:
 
 
 @dataclass
-class WarningConfig:
-    """What AdamW did to a tensor whose RMS_t exceeded a threshold; only in old records."""
-
-    action: str = key(
-        "none",
-        "removed: in old records, what AdamW did to a tensor above the threshold",
-        choices=("none", *WARNING_ACTIONS),
-    )
-    statistic: str = key("rms", "RMS_t, or rho = RMS_t sqrt(1 - beta2)", choices=("rms", "rho"))
-    threshold: float = key(2.3, "largest value without a warning", above=0)
-    beta2: float = key(0.9, "the lower beta2 for action=beta2", least=0, below=1)
-
-
-@dataclass
 class OptimizerConfig:
     """AdamW and its variants."""
 
@@ -164,7 +148,6 @@ class OptimizerConfig:
     )
     clip_threshold: float | None = key(None, "largest unclipped RMS_t (stable_adamw)", above=0)
     clip_weight_decay: bool = key(True, "let update clipping reduce weight decay as well")
-    on_warning: WarningConfig = field(default_factory=WarningConfig)
     optim_bits: int = key(32, "bits of a moment of adamw or stable_adamw", choices=(8, 32))
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")

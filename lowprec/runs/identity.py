@@ -27,7 +27,7 @@ def identity(config: Any) -> dict:
         del marked["num_steps"]
     if config.data.name == "stream":
         marked["save_every"] = config.save_every
-    unknown = ("lr_scale", "zclip", "skip_sigmas", "on_warning", "optim_bits")  # to old runs
+    unknown = ("lr_scale", "zclip", "skip_sigmas", "optim_bits")  # to old runs
     for name in unknown:
         if getattr(config.optimizer, name) in ({}, getattr(OptimizerConfig(), name)):
             del marked["optimizer"][name]

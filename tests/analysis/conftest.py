@@ -16,7 +16,6 @@ from lowprec.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PrecisionConfig,
-    WarningConfig,
 )
 from lowprec.runs.identity import directory
 from lowprec.runs.read import encode_row
@@ -80,7 +79,6 @@ def make_run(
     beta2_decay: float | None = None,
     clip_norm: float | None = None,
     optim_bits: int = 32,
-    on_warning: str = "none",
     lr: float = 1e-3,
     autocast: str = "bf16",
     data: str = "ab" * 32,
@@ -104,7 +102,6 @@ def make_run(
             beta2_decay=beta2_decay,
             clip_norm=clip_norm,
             optim_bits=optim_bits,
-            on_warning=WarningConfig(on_warning),
         ),
         precision=PrecisionConfig(recipe=recipe, autocast=autocast, products=products),
         **keys,

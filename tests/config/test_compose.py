@@ -241,4 +241,3 @@ def test_help_explains_each_key_with_its_default():
     text = compose.explain("train", Config)
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
     assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text
-    assert "removed" not in text and "on_warning" not in text  # keys of old records

@@ -61,9 +61,8 @@ def test_captured_tensors_give_the_weight_gradients(make_config):
 def test_a_run_is_measured_in_the_precision_of_the_step(run_once, make_config, tmp_path):
     change = {"precision_change.step": 2, "precision_change.autocast": "bf16"}
     cache = {"data.cache": str(tmp_path / "cache")}
-    removed = {"optimizer.on_warning": {"action": "skip"}}  # of old runs: only training refuses it
     sizes = {"num_steps": 4, "model.vision_layers": 1}
-    config = make_config({**sizes, **change, **cache, **removed})
+    config = make_config({**sizes, **change, **cache})
     run_once(config, tmp_path / "run")
     shutil.rmtree(tmp_path / "cache")
     _, layers = capture(tmp_path / "run", "cpu")
