@@ -6,6 +6,7 @@ thinned to bound the size of the page. With `--watch SECONDS`, the page is writt
 SECONDS until no run goes on, and a browser reloads it.
 """
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -63,18 +64,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def planned_runs(folder: Path) -> dict[str, bool]:
-    """The runs of a folder's sweep, if it was submitted, and whether each goes on by itself.
+    """The runs of a folder that were submitted, and whether each goes on by itself.
 
-    Runs that are cancelled, lost or failed do not, once their training has ended.
+    Runs that are cancelled, lost or failed do not, once their training has ended. A sweep may have
+    another name than the folder: that of its experiment's file.
     """
-    try:
-        plan = Plan(folder.parent / "sweeps" / folder.name)
-    except (OSError, RecordFileError):
-        return {}
-    return {
-        Path(run.directory).name: plan.is_training(run.index) or not plan.is_over(run.index)
-        for run in plan.runs
-    }
+    runs: dict[str, bool] = {}
+    for path in (folder.parent / "sweeps").glob("*/sweep.json"):
+        with contextlib.suppress(OSError, RecordFileError):
+            plan = Plan(path.parent)
+            runs |= {
+                Path(run.directory).name: plan.is_training(run.index) or not plan.is_over(run.index)
+                for run in plan.runs
+                if Path(run.directory).parent.name == folder.name
+            }
+    return runs
 
 
 if __name__ == "__main__":

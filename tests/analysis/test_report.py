@@ -183,9 +183,9 @@ def test_the_lowest_final_loss_comes_first_if_runs_compare(make_run, page_of):
 
 def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path):
     run, out = make_run(num_steps=60), tmp_path / "report.html"
-    plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)
-    names = (run.name, "later")
-    plan.add([PlannedRun(0, n, f"{run.parent.name}/{n}", [], {"num_steps": 60}) for n in names])
+    plan = Plan.open(run.parent.parent / "sweeps" / f"{run.parent.name}_mini")
+    places = (f"{run.parent.name}/{run.name}", f"{run.parent.name}/later", "another/run")
+    plan.add([PlannedRun(0, place, place, [], {"num_steps": 60}) for place in places])
     assert report_main.main(["--runs", str(run.parent), "--out", str(out)]) == 0
     assert "2 runs: 1 finished, 1 not begun" in out.read_text()
     assert "Not begun: later." in out.read_text()
