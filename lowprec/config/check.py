@@ -32,6 +32,7 @@ IN_DIGESTS = {  # keys of old records, with the value that digests of runs conta
 REMOVED = {  # keys of old records, with their defaults
     **IN_DIGESTS,
     "optimizer.on_warning": {"action": "none", "statistic": "rms", "threshold": 2.3, "beta2": 0.9},
+    "data.scaled_decoding": False,
     "profile": False,
     "remote_sync": None,
     "resume.from": None,

@@ -168,7 +168,6 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "data.allow_remote": (streamed, "data=stream"),
         "data.cache": (not streamed, "data=shards or shapes: a stream reads each pair once"),
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
-        "data.scaled_decoding": (config.data.name != "shapes", "data=shards or stream"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
         "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),

@@ -191,8 +191,8 @@ class DataConfig:
     )
     resampled: bool = key(False, "draw samples with replacement")
     augment: str = key("none", "image augmentation", choices=("none", "crop_flip"))
-    scaled_decoding: bool = key(
-        False, "decode large JPEGs for training at a fraction of their size"
+    fast_decoding: bool = key(
+        False, "decode and resize training images faster; pixels differ slightly"
     )
     window: int = key(16, "number of shards whose samples are shuffled together", least=1)
     max_skip_rate: float = key(0.001, "largest unreadable share", least=0, most=1, identity=False)

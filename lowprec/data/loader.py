@@ -20,6 +20,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401 (else the first image loads all plugins, which takes 0.1 s)
 )
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from lowprec.data.cache import DecodedCache
 from lowprec.data.order import AUGMENTATION, REPLACEMENT, SampleOrder, random_words
@@ -73,7 +74,7 @@ class Batches:
     decoded is listed in the batch's `skips` and replaced by one that depends only on the position;
     sequential reading leaves it out. `augment`: random crop and flip, a function of (seed, epoch,
     sample). `cache`: decoded samples, stored when first read; not together with `augment`.
-    `scaled`: see `decode_image`.
+    `fast`: see `decode_image`.
     """
 
     shards: Shards
@@ -84,7 +85,7 @@ class Batches:
     tokenizer: Callable[[list[str]], Tensor]
     seed: int = 0
     augment: bool = False
-    scaled: bool = False
+    fast: bool = False
     cache: DecodedCache | None = None
     rank: int = 0
     world_size: int = 1
@@ -144,7 +145,7 @@ class Batches:
         if self.augment:
             epoch = position // self.shards.num_samples
             words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
-        pixels = decode_image(data, self.image_size, words, self.scaled)
+        pixels = decode_image(data, self.image_size, words, self.fast)
         tokens = self.tokenizer([decode_caption(text)])
         if self.cache is not None:
             self.cache.write(sample, checksum, pixels, tokens.numpy())
@@ -158,14 +159,15 @@ def refuse_size(part: str, size: int, largest: int) -> None:
 
 
 def decode_image(
-    data: bytes, size: int, words: np.ndarray | None = None, scaled: bool = False
+    data: bytes, size: int, words: np.ndarray | None = None, fast: bool = False
 ) -> np.ndarray:
     """Decodes RGB pixels, uint8 [3, size, size], from the central square or a random box (bicubic).
 
-    `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. `scaled`: a
-    JPEG is decoded at 1/2 or 1/4 of its size, if the box then still has `size` pixels on each side,
-    which is faster and differs slightly. Raises one of BAD_IMAGE unless the bytes are a
-    complete JPEG, WEBP or PNG image with not too many pixels.
+    `words`: uint64 [CROP_WORDS] of randomness for `random_box` and a horizontal flip. `fast`:
+    torch resizes instead of PIL, and a JPEG is decoded at 1/2 or 1/4 of its size if the box still
+    has `size` pixels on each side; its edges are then rounded outward. Pixels differ slightly.
+    Raises one of BAD_IMAGE unless the bytes are a complete JPEG, WEBP or PNG image with not too
+    many pixels.
     """
     refuse_size("image", len(data), LARGEST_IMAGE)
     try:
@@ -174,23 +176,41 @@ def decode_image(
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         width, height = image.size
         left, top, right, bottom = box = crop_box(width, height, words)
-        if scaled:  # `draft` takes the largest divisor that leaves this many pixels
+        if fast:  # `draft` takes the largest divisor that leaves this many pixels
             least = max(size / (right - left), size / (bottom - top))
             sides = ((math.ceil(n * least), n // 4) for n in image.size)
             image.draft(None, tuple(map(max, sides)))
             divisor = round(width / image.width)  # the last pixels may lie half outside
-            box = (left / divisor, top / divisor, right / divisor, bottom / divisor)
-        image = image.convert("RGB")
+            box = (left // divisor, top // divisor, -(-right // divisor), -(-bottom // divisor))
+        image.load()
+        if image.mode != "RGB":
+            image = image.convert("RGB")
     except UnidentifiedImageError as error:  # its message holds a memory address
         raise ValueError("not a JPEG, WEBP or PNG image") from error
     except (LookupError, ArithmeticError, TypeError) as error:  # damaged chunks
         raise ValueError(f"damaged: {type(error).__name__}: {error}") from error
-    if image.size != (size, size) or box != (0, 0, size, size):
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box)
-    pixels = np.asarray(image)
+    if image.size == (size, size) and box == (0, 0, size, size):
+        pixels = np.asarray(image)
+    elif fast:
+        pixels = resize_by_torch(image, size, box)
+    else:
+        pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box))
     if words is not None and words[-1] >> np.uint64(63):
         pixels = pixels[:, ::-1]
     return pixels.transpose(2, 0, 1)
+
+
+def resize_by_torch(image: Image.Image, size: int, box: tuple[int, int, int, int]) -> np.ndarray:
+    """Resizes a box of an RGB image bicubically to uint8 [size, size, 3].
+
+    The filter is PIL's, but it ends at the box's edges, and its weights have fewer bits.
+    """
+    left, top, right, bottom = box
+    crop = torch.from_numpy(np.asarray(image)[top:bottom, left:right].copy())
+    resized = interpolate(
+        crop.permute(2, 0, 1)[None], size=(size, size), mode="bicubic", antialias=True
+    )
+    return resized[0].permute(1, 2, 0).numpy()
 
 
 def crop_box(width: int, height: int, words: np.ndarray | None) -> tuple[int, int, int, int]:

@@ -48,7 +48,7 @@ class Stream:
     The URLs are permuted in each pass, and each worker reads its own share of them. Unreadable
     samples are left out, the next ones take their place, and rows in the batch's `skips` name them
     at its first position. `augment`: random crop and flip, a function of (seed, segment, pass,
-    shard, key). `scaled`: see `loader.decode_image`.
+    shard, key). `fast`: see `loader.decode_image`.
     """
 
     shards: ShardUrls
@@ -60,7 +60,7 @@ class Stream:
     image_size: int
     tokenizer: Callable[[list[str]], Tensor]
     augment: bool = False
-    scaled: bool = False
+    fast: bool = False
     pin: bool = False
     rank: int = 0
     world_size: int = 1
@@ -156,8 +156,8 @@ class _Reader:
             digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
             number = int.from_bytes(digest[:8]) >> 1
             words = random_words(self.stream.seed, AUGMENTATION, epoch, number, loader.CROP_WORDS)
-        size, scaled = self.stream.image_size, self.stream.scaled
-        pixels = loader.decode_image(image, size, words, scaled)
+        size, fast = self.stream.image_size, self.stream.fast
+        pixels = loader.decode_image(image, size, words, fast)
         tokens = self.stream.tokenizer([loader.decode_caption(raw["txt"])])
         return loader.Sample(pixels, tokens, parse_label(raw.get("cls", b"")))
 

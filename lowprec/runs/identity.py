@@ -31,8 +31,8 @@ def identity(config: Any) -> dict:
     for name in unknown:
         if getattr(config.optimizer, name) in ({}, getattr(OptimizerConfig(), name)):
             del marked["optimizer"][name]
-    if not config.data.scaled_decoding:
-        del marked["data"]["scaled_decoding"]
+    if not config.data.fast_decoding:
+        del marked["data"]["fast_decoding"]
     if config.precision_change == PrecisionChangeConfig():
         del marked["precision_change"]
     for key, value in IN_DIGESTS.items():  # they keep the digests of old runs

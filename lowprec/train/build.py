@@ -19,7 +19,15 @@ from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LIBRARIES, Config, OptimizerConfig, PrecisionConfig
 from lowprec.data.cache import DecodedCache
-from lowprec.data.loader import Batch, Batches, crop_box, decode_caption, decode_image, iterate
+from lowprec.data.loader import (
+    Batch,
+    Batches,
+    crop_box,
+    decode_caption,
+    decode_image,
+    iterate,
+    resize_by_torch,
+)
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import Shards
@@ -71,7 +79,7 @@ class Built:
             self.data.train,
             order,
             num_batches=config.num_steps,
-            cache=self._cache(self.data.train, config.data.scaled_decoding),
+            cache=self._cache(self.data.train, config.data.fast_decoding),
             **options,
         )
         pin = self.device.type == "cuda"
@@ -131,15 +139,15 @@ class Built:
             each=self.world.each,
         )
 
-    def _cache(self, shards: Shards, scaled: bool = False) -> DecodedCache | None:
+    def _cache(self, shards: Shards, fast: bool = False) -> DecodedCache | None:
         folder, tokenizer = self.config.data.cache, self.tokenizer
         if folder is None:
             return None
-        decoders = (decode_image, crop_box, decode_caption, Tokenizer)
+        decoders = (decode_image, resize_by_torch, crop_box, decode_caption, Tokenizer)
         code = [code_digest(inspect.getsource(decoder)) for decoder in decoders]
         key = (
             f"{shards.digest} {tokenizer.context_length} {tokenizer.vocab_size} {code}"
-            + " scaled" * scaled
+            + f" fast {torch.__version__}" * fast
         )
         size = clip.image_size(self.task.model)
         return DecodedCache(folder, key, shards.num_samples, size, tokenizer.context_length)
@@ -154,7 +162,7 @@ class Built:
 
     def _training_options(self) -> dict:
         config, data = self.config, self.config.data
-        options = {"augment": data.augment == "crop_flip", "scaled": data.scaled_decoding}
+        options = {"augment": data.augment == "crop_flip", "fast": data.fast_decoding}
         return {"seed": config.seed, "batch_size": config.batch_size, **options}
 
 

@@ -85,6 +85,7 @@ def test_an_unknown_choice_is_refused_with_the_list_of_choices():
         ("distributed.gather_with_grad", True, False),
         ("remote_sync", None, "s3://bucket"),
         ("optimizer.on_warning", REMOVED["optimizer.on_warning"], {"action": "skip"}),
+        ("data.scaled_decoding", False, True),
     ],
 )
 def test_a_removed_key_is_dropped_in_a_record_and_elsewhere_with_its_old_default(

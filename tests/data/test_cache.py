@@ -136,7 +136,7 @@ def test_other_code_that_decodes_has_a_file_of_its_own(make_config, tmp_path, mo
     next(built.batches_from(1))
     monkeypatch.setattr(building, "decode_image", loader.random_box)
     next(built.batches_from(1))
-    built.config.data.scaled_decoding = True
+    built.config.data.fast_decoding = True
     next(built.batches_from(1))
     assert len(list(tmp_path.glob("*.decoded"))) == 3
 

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from open_clip.transform import AugmentationCfg
 from PIL import Image
 
+from lowprec.clip import open_clip
 from lowprec.clip.text import Tokenizer
 from lowprec.data import loader
 from lowprec.data.index import open_shards
@@ -298,7 +298,7 @@ def test_random_box_lies_within_the_image_and_is_not_empty(size):
 
 
 def test_crops_have_the_areas_of_open_clip():
-    assert AREA == AugmentationCfg().scale == (0.9, 1.0)
+    assert AREA == open_clip.transform.AugmentationCfg().scale == (0.9, 1.0)
 
 
 @pytest.mark.parametrize("area", [AREA, (0.08, 1.0)], ids=str)
@@ -326,21 +326,66 @@ def test_crops_are_distributed_like_those_of_torchvision(area, monkeypatch):
         assert 0.8 < a.std() / b.std() < 1.25  # of 2000 draws: known to about 2 %
 
 
-@pytest.mark.parametrize("random", [None, words(3)], ids=["central", "random"])
+RANDOM = pytest.mark.parametrize("random", [None, words(3)], ids=["central", "random"])
+
+
+def ramps(width, height):
+    """An RGB image of two linear ramps, so that pixels tell the box."""
+    grid = np.meshgrid(np.linspace(0, 255, width), np.linspace(255, 0, height))
+    return Image.fromarray(np.stack([*grid, grid[0]], axis=2).astype(np.uint8))
+
+
+def crop_and_resize(image, size, box):
+    return np.asarray(image.crop(box).resize((size, size), Image.Resampling.BICUBIC))
+
+
+@RANDOM
 @pytest.mark.parametrize(("side", "divisor"), [(22, 1), (40, 2), (83, 4), (170, 4)])
-def test_scaled_decoding_keeps_the_box_and_at_least_its_pixels(monkeypatch, random, side, divisor):
-    ramps = np.stack(np.meshgrid(np.linspace(0, 255, side + 9), np.linspace(255, 0, side)) * 2)[:3]
+def test_fast_decoding_scales_a_jpeg_so_that_the_box_keeps_at_least_the_models_pixels(
+    monkeypatch, random, side, divisor
+):
     file = io.BytesIO()
-    Image.fromarray(ramps.transpose(1, 2, 0).astype(np.uint8)).save(file, "JPEG", quality=100)
+    ramps(side + 9, side).save(file, "JPEG", quality=100)
     full = decode_image(file.getvalue(), 16, random).astype(int)
-    resized, resize = [], Image.Image.resize
+    resized, resize = [], loader.resize_by_torch
     monkeypatch.setattr(
-        Image.Image, "resize", lambda image, *a: resized.append(image) or resize(image, *a)
+        loader, "resize_by_torch", lambda *args: resized.append(args) or resize(*args)
     )
-    scaled = decode_image(file.getvalue(), 16, random, scaled=True)
-    assert resized[0].height == -(-side // divisor)
-    assert np.array_equal(scaled, full) == (divisor == 1)
-    assert np.abs(scaled - full).max() <= 4
+    fast = decode_image(file.getvalue(), 16, random, fast=True)
+    ((image, size, (left, top, right, bottom)),) = resized
+    assert image.height == -(-side // divisor)
+    assert size == 16 and min(right - left, bottom - top) >= 16
+    assert np.abs(fast - full).max() <= 255 / 16  # at most a pixel of the box
+
+
+@RANDOM
+@pytest.mark.parametrize("shape", [(12, 12), (20, 31), (30, 20), (1, 1), (1, 30), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "kind", ["jpeg RGB", "jpeg L", "jpeg CMYK", "jpeg progressive", "jpeg EXIF", "webp RGB"]
+    + [f"png {mode}" for mode in ("RGB", "RGBA", "L", "P", "I;16")],
+)  # fmt: skip
+def test_fast_decoding_of_any_file_is_pils_resize_but_for_rounding(
+    monkeypatch, random, shape, kind
+):
+    kind, mode = kind.split()
+    noise = np.random.default_rng(0).integers(64, 192, (*shape, 3), dtype=np.uint8)
+    image, options = Image.fromarray(noise), {}
+    if mode == "EXIF":
+        options["exif"] = image.getexif()
+        options["exif"][0x0112] = 6  # turned by 90 degrees, which decoding ignores
+    elif mode == "progressive":
+        options["progressive"] = True
+    elif mode == "I;16":
+        image = Image.fromarray(noise[:, :, 0].astype(np.uint16) * 257)
+    else:
+        image = image.convert(mode)
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    fast = decode_image(file.getvalue(), 24, random, fast=True)
+    assert fast.shape == (3, 24, 24) and fast.dtype == np.uint8
+    monkeypatch.setattr(loader, "resize_by_torch", crop_and_resize)
+    twin = decode_image(file.getvalue(), 24, random, fast=True).astype(int)
+    assert np.abs(fast - twin).max() <= 1
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (20, 30), (30, 20), (1, 1), (1, 30)], ids=str)

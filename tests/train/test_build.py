@@ -78,11 +78,11 @@ def test_seed_window_and_resampling_reach_the_order(built):
 
 
 @pytest.mark.parametrize("name", ["shards", "stream"])
-def test_scaled_decoding_reaches_the_decoder(built, monkeypatch, name):
+def test_fast_decoding_reaches_the_decoder(built, monkeypatch, name):
     asked, decode = set(), loader.decode_image
     monkeypatch.setattr(loader, "decode_image", lambda *args: asked.add(args[3]) or decode(*args))
-    for scaled in (False, True):
-        changes = {"data.name": name, "data.scaled_decoding": scaled, "num_workers": 0}
+    for fast in (False, True):
+        changes = {"data.name": name, "data.fast_decoding": fast, "num_workers": 0}
         next(built(changes).batches_from(1))
     assert asked == {False, True}
 
