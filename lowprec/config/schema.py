@@ -138,7 +138,7 @@ class OptimizerConfig:
     beta2: float = key(0.98, "decay rate of the second moment", least=0, below=1)
     beta2_decay: float | None = key(None, "lambda in the schedule beta2 = 1 - t^-lambda", above=0)
     eps: float = key(1e-6, "term added to the root of the second moment", above=0)
-    weight_decay: float = key(0.2, "not applied to gains, biases and logit scale", least=0)
+    weight_decay: float = key(0.2, "of tensors with at least two dimensions", least=0)
     clip_norm: float | None = key(
         None, "largest global gradient norm (adamw_clip, stable_adamw, muon)", above=0
     )
@@ -238,7 +238,7 @@ class DiagnosticsConfig:
     """What is recorded for each tensor and block."""
 
     statistics: list[str] = key(list(STATISTICS[:3]), "per tensor", choices=STATISTICS)
-    every: int = key(1, "steps between records of rms, grad_norm and update_norm", least=1)
+    every: int = key(1, "steps between records of these statistics", least=1)
     detail_every: int | None = key(100, "steps between records of the others; null: never", least=1)
     block_every: int | None = key(100, "steps between records of blocks; null: never", least=1)
     spikes: SpikeConfig = field(default_factory=SpikeConfig, metadata={"identity": False})
