@@ -10,10 +10,9 @@
 `dry_run=true`, which only prints the runs. It reports all faults of all runs before it submits any,
 writes its own files to `<run_dir>/sweeps/<experiment or name>/` and returns at once. Repeating it
 adds new runs and submits cancelled or lost ones. The other verbs find the sweep by `experiment=` or
-`name=` and `run_dir=`, or use the only one there is; `status` alone lists all sweeps. `wait` exits
-with 1 if a run has no result. `resubmit` submits runs that failed or were lost (`--failed`) or
-cancelled (`--cancelled`). It takes the last launcher, changed by `launcher.*`, or another one by
-`launcher=`, and `dry_run=true`.
+`name=` and `run_dir=`, or use the only one there is. `wait` exits with 1 if a run has no result.
+`resubmit` submits runs that failed or were lost (`--failed`) or cancelled (`--cancelled`). It takes
+the last launcher, changed by `launcher.*`, or another one by `launcher=`, and `dry_run=true`.
 `<verb> --help` lists a verb's options.
 """
 
@@ -140,14 +139,7 @@ def _relaunch(plan: Plan, launching: list[str]) -> tuple[dict, bool]:
 
 
 def status(texts: list[str]) -> None:
-    """Prints the table of a sweep once; a line for each sweep if none is named."""
-    folders = _sweeps(texts)
-    if len(folders) > 1 and not any(text.startswith(("experiment=", "name=")) for text in texts):
-        for plan in map(Plan, folders):
-            text = summary(states(plan, ask_queue(plan)))
-            print(f"{plan.folder.name}: {len(plan.runs)} runs, {text}")
-        print("`status name=NAME` (or experiment=) shows the runs of one")
-        return
+    """Prints the table of a sweep once."""
     plan = _find(texts)
     queue = ask_queue(plan)
     _show(plan, states(plan, queue), queue)
@@ -291,34 +283,16 @@ def _command(plan: Plan, *words: str) -> str:
     return shlex.join(["python", "-m", "experiments.sweep", *words])
 
 
-def _what_continues(verb: str, texts: list[str]) -> str:
-    """How many runs an interrupted verb leaves in the background, and how to cancel them."""
-    names = [text for text in texts if text.partition("=")[0] in ("experiment", "name", "run_dir")]
-    try:
-        plan = Plan(_folder(names)) if verb == "submit" else _find(names)
-    except (ConfigError, RunError, FileNotFoundError):
-        return "This command submitted nothing."
-    active = sum(state.state in ACTIVE for state in states(plan, ask_queue(plan)))
-    count = f"{active} of {len(plan.runs)} runs of {plan.folder.name} are queued or running"
-    return count + f"; to cancel them: {_command(plan, 'cancel')}" * bool(active)
-
-
-def _sweeps(texts: list[str]) -> list[Path]:
-    """The folders of all sweeps beside the one that `experiment=`, `name=` and `run_dir=` name."""
-    allowed = ("experiment", "name", "run_dir")
-    unknown = {text.partition("=")[0] for text in texts}.difference(allowed)
-    faults = [unknown_key(name, allowed) for name in sorted(unknown)]
+def _find(texts: list[str]) -> Plan:
+    """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
+    keys, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
+    faults = [unknown_key(name, allowed) for name in sorted(keys.difference(allowed))]
     faults += [f"{text}: key=value is expected" for text in texts if not text.partition("=")[2]]
     if faults:
         raise ConfigError(faults)
-    folders = (path.parent for path in _folder(texts).parent.glob("*/sweep.json"))
-    return sorted(folder for folder in folders if not is_copy((folder.name,)))
-
-
-def _find(texts: list[str]) -> Plan:
-    """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
-    keys, folder = {text.partition("=")[0] for text in texts}, _folder(texts)
-    names = [path.name for path in _sweeps(texts)]
+    folder = _folder(texts)
+    names = sorted(path.parent.name for path in folder.parent.glob("*/sweep.json"))
+    names = [name for name in names if not is_copy((name,))]
     if not keys & {"experiment", "name"} and len(names) == 1:
         folder = folder.parent / names[0]
     if not (folder / "sweep.json").exists():
@@ -368,7 +342,7 @@ def command(arguments: list[str]) -> None:
     except RunError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit(f"\nInterrupted. {_what_continues(verb, texts)}")
+        sys.exit("\nInterrupted. Runs that were submitted go on until `cancel`.")
 
 
 if __name__ == "__main__":
