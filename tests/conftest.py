@@ -25,6 +25,7 @@ from PIL import Image  # noqa: E402
 
 from lowprec.config.check import check  # noqa: E402
 from lowprec.runs.record import Record  # noqa: E402
+from tests.small import MODEL  # noqa: E402
 
 torch.set_num_threads(1)
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "gray": (120,) * 3}
@@ -129,8 +130,7 @@ def tiny_config(squares):
             "save_every": 4,
             "keep_checkpoints": 2,
             "run_dir": str(run_dir),
-            "model": {"vision_width": 64, "vision_layers": 1, "text_width": 64, "text_layers": 1,
-                      "vocab_size": 512, "embed_dim": 32, "context_length": 8},
+            "model": {**MODEL, "embed_dim": 32, "context_length": 8},
             "precision": {"autocast": "fp32"},
             "optimizer": {"lr": 1e-3},
             "data": {"name": "shards", "train": str(squares / "train-*.tar"),

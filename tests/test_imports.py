@@ -3,8 +3,6 @@
 import importlib
 import os
 import shutil
-import subprocess
-import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -13,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from lowprec import startup
+from tests.small import ROOT, python
 
-REPOSITORY = Path(__file__).parents[1]
 SMOKE = Path(__file__).with_name("smoke.py")
 
 
@@ -37,8 +35,7 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
         assert "torch" not in sys.modules, entry
 """
     (tmp_path / "nano-0").mkdir()
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = python("-c", code)
     assert done.returncode == 0 and done.stdout == "status 2\n" * 4, done.stderr
     for hint in (f"nearest: {tmp_path}/nano-0", "has no similar name"):
         assert done.stderr.count(hint) == 2, done.stderr
@@ -58,9 +55,8 @@ def test_a_missing_package_and_an_early_ctrl_c_are_one_line(tmp_path, command, m
     (tmp_path / f"{module}.py").write_text(f"raise {error}")
     (tmp_path / "another").mkdir()
     (tmp_path / "another" / "__init__.py").write_text("import analysis")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    words = [sys.executable, "-m", command]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = python("-m", command, cwd=tmp_path, PYTHONPATH=paths)
     first, *rest = done.stderr.strip().splitlines()
     assert done.returncode and first.startswith(line) and bool(rest) == (line == "Traceback")
 
@@ -77,9 +73,7 @@ for module in ("nn.linear", "nn.replace", "nn.advice", "optim", "ops", "diagnost
     except ImportError as error:
         print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
-    )
+    done = python("-c", code)
     said = "lowprec needs triton, which pip installs on Linux only\n"
     assert done.stdout == 6 * said, (done.stdout, done.stderr)
 
@@ -108,11 +102,11 @@ assert ("pyarrow" in saved) == ("pyarrow" in {absent}), saved
 
 @pytest.mark.parametrize("with_pyarrow", [False, True])
 def test_the_wheel_works_without_the_harness(tmp_path, with_pyarrow):
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for name in project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]:
-        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        copy(REPOSITORY / name, tmp_path / name)
+        copy(ROOT / name, tmp_path / name)
     own, harness = project["project"]["dependencies"] + requires("torch"), {"experiments"}
     own = {Requirement(line).name.lower() for line in own}
     of_harness = project["project"]["optional-dependencies"]["harness"]
@@ -122,9 +116,8 @@ def test_the_wheel_works_without_the_harness(tmp_path, with_pyarrow):
             harness.add(module)
     assert {"hydra", "open_clip", "pandas", "plotly", "webdataset"} < harness
     absent = (harness | {"analysis"}) - ({"pyarrow"} if with_pyarrow else set())
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", LIBRARY.format(absent=absent, smoke=str(SMOKE))]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    code = LIBRARY.format(absent=absent, smoke=str(SMOKE))
+    done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

@@ -4,10 +4,8 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,7 @@ from experiments.sweep import SweepConfig
 from lowprec.config.compose import CONF, defaults, explain
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
+from tests.small import python
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "lowprec", "lowprec/*", "experiments", "analysis", "notebooks", "slurm")
@@ -84,7 +83,6 @@ def test_every_worked_example_is_known_and_has_at_most_20_lines_a_file():
 @pytest.mark.slow
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_a_worked_example_runs(title, copy):
-    env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     for language, block in blocks(title):
         name = block.partition("\n")[0].removeprefix("# ")
         if language == "diff":
@@ -95,10 +93,7 @@ def test_a_worked_example_runs(title, copy):
     [command] = re.findall(r"```bash\n(.*) KEYS\n", (ROOT / "CONTRIBUTING.md").read_text())
     text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"\n### {title}\n")[2]
     keys = re.search(r"^Keys: `(.*)`$", text, re.M)[1]
-    done = subprocess.run(
-        [sys.executable, *command.split()[1:], *keys.split()],
-        cwd=copy, env=env, capture_output=True, text=True,
-    )  # fmt: skip
+    done = python(*command.split()[1:], *keys.split(), cwd=copy, PYTHONPATH=str(copy))
     assert done.returncode == 0, done.stderr[-3000:]
     [made] = copy.glob(EXAMPLES[title])
     if made.name == "layers.json":

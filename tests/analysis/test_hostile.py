@@ -4,8 +4,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +15,8 @@ from analysis import load_runs, run_files
 from analysis.figures import FIGURES
 from analysis.report import page as report_page
 from analysis.report.__main__ import main as make_report
-from lowprec.config.compose import CONF
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
+from tests.small import python
 
 STEPS = 24
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=5, window=10))
@@ -320,8 +318,6 @@ def test_a_small_file_that_unpacks_to_much_is_refused(make_run, bomb):
     run = make_run(num_steps=STEPS)
     bomb(run)
     assert sum(path.stat().st_size for path in run.glob("**/tensors*")) < 2_000_000
-    command = [sys.executable, "-c", PEAK, str(run)]
-    done = subprocess.run(command, cwd=CONF.parent, capture_output=True, text=True, check=True)
-    note, peak = done.stdout.splitlines()
+    note, peak = python("-c", PEAK, str(run)).stdout.splitlines()
     assert "tensors" in note
     assert int(peak) < 250, f"{peak} MiB"

@@ -7,9 +7,7 @@ import pytest
 from experiments.benchmarks import optimizer as bench_optimizer
 from lowprec.config.schema import Config
 from lowprec.optim import StableAdamW
-
-TINY = {"vision_width": 64, "text_width": 64, "vision_layers": 1, "text_layers": 1}
-TINY |= {"vocab_size": 512}
+from tests.small import MODEL
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def measure(lines_of, monkeypatch):
 
     def run():
         config = Config(device="cpu")
-        for name, value in TINY.items():
+        for name, value in MODEL.items():
             setattr(config.model, name, value)
         return {line["case"]: line for line in lines_of(bench_optimizer.main, config)}
 

@@ -5,15 +5,15 @@ import pytest
 from experiments.benchmarks import step as bench_step
 from experiments.benchmarks.configs import StepConfig
 from experiments.benchmarks.step import Measured
+from tests.small import MODEL
 
 CASES = ["open_clip eager", "high", "switchback"]
-TINY = {"vision_width": 64, "text_width": 64, "vision_layers": 1, "text_layers": 1}
 
 
 def config_of(**keys):
     config = StepConfig(device="cpu", batch_size=8, log_every=2, num_workers=1, cases=CASES)
     config.precision.autocast = "fp32"
-    for name, value in {**TINY, "vocab_size": 512}.items():
+    for name, value in MODEL.items():
         setattr(config.model, name, value)
     for name, value in keys.items():
         setattr(config, name, value)

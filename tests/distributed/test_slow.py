@@ -1,16 +1,11 @@
 """Compiled blocks under several processes, and the benchmark of them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from lowprec.runs.read import find_runs, read_rows
-
-ROOT = Path(__file__).parents[2]
+from tests.small import WORDS, python
 
 
 @pytest.mark.slow
@@ -35,16 +30,8 @@ def rows_of(config):
 
 @pytest.mark.slow
 def test_bench_scale_writes_a_correct_line_a_case(tmp_path):
-    keys = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64"]
-    keys += ["model.text_layers=1", "model.vocab_size=512", "device=cpu", "precision=fp32"]
-    keys += ["batch_size=8", "num_steps=2", "evaluation=none"]
-    subprocess.run(
-        [sys.executable, "-m", "experiments.benchmarks", "scale", *keys],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=280,
-    )
+    keys = [*WORDS, "batch_size=8", "num_steps=2", "evaluation=none"]
+    python("-m", "experiments.benchmarks", "scale", *keys, cwd=tmp_path).check_returncode()
     [file] = (tmp_path / "runs" / "bench" / "scale").glob("*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["case"] for line in lines] == ["one process", "ddp x 2", "fsdp2 x 2"]

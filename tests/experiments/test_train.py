@@ -25,10 +25,9 @@ from lowprec.runs.read import find_runs, read_config, read_rows, read_status
 from lowprec.train.metrics import Ended
 from lowprec.train.preflight import preflight
 from lowprec.train.run import train_run
+from tests.small import WORDS
 
-TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
-TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
-TINY += ("precision=fp32", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
+TINY = (*WORDS, "num_workers=1", "batch_size=16", "log_every=5", "optimizer.lr=1e-3")
 
 
 def train_here(*overrides):

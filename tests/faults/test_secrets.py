@@ -1,16 +1,15 @@
 """Secrets in the environment reach no file, no dashboard and no line of output."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from experiments import train
 from lowprec.config.check import ConfigError
-from lowprec.config.compose import CONF, compose_command
+from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs
+from tests.small import WORDS, python
 
 CANARIES = {  # variable: value
     "WANDB_API_KEY": "c4n4ry" + "0123456789abcdef" * 2 + "ab",  # of the length that wandb takes
@@ -21,11 +20,7 @@ CANARIES = {  # variable: value
     "https_proxy": "http://me:c4n4ry-proxy@localhost:9",
     "DATABASE_URL": "postgres://me:c4n4ry-db@localhost/x",
 }
-PYTHONPATH = os.pathsep.join([str(CONF.parent), os.environ.get("PYTHONPATH", "")])
 SECRET = b"c4n4ry"
-TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
-TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=1", "device=cpu")
-TINY += ("precision=fp32", "++num_steps=4", "log_every=2", "evaluation=none", "data=shards")
 
 
 def leaks(folder: Path) -> list[Path]:
@@ -40,14 +35,13 @@ def leaks(folder: Path) -> list[Path]:
 def test_a_sweep_with_a_dashboard_leaks_nothing(squares, tmp_path):
     """Everything is imported with the secrets in the environment, too."""
     pytest.importorskip("wandb")
-    keys = [*TINY, "batch_size=5000,16", f"data.train={squares}/train-*.tar", "logger=wandb"]
-    keys += [f"data.index={tmp_path}/index"]  # the pairs are counted by the run
-    command = [sys.executable, "-m", "experiments.train", "-m", *keys]
-    own = {"HYDRA_FULL_ERROR": "1", "WANDB_MODE": "offline", "PYTHONPATH": PYTHONPATH}
-    env = {**os.environ, **CANARIES, **own}
-    with open(tmp_path / "log", "w") as log:
-        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=log, stderr=log, timeout=120)
-    assert done.returncode == 1 and "run 1 failed: " in (tmp_path / "log").read_text()
+    keys = [*WORDS, "++num_steps=4", "log_every=2", "num_workers=1", "evaluation=none"]
+    keys += ["data=shards", f"data.train={squares}/train-*.tar", "logger=wandb"]
+    keys += ["batch_size=5000,16", f"data.index={tmp_path}/index"]  # the run counts the pairs
+    own = {"HYDRA_FULL_ERROR": "1", "WANDB_MODE": "offline", **CANARIES}
+    done = python("-m", "experiments.train", "-m", *keys, cwd=tmp_path, **own)
+    assert done.returncode == 1 and "run 1 failed: " in done.stderr
+    assert SECRET.decode() not in done.stdout + done.stderr
     (copied,) = tmp_path.rglob("*.wandb")
     assert b"num_steps" in copied.read_bytes()
     assert b"++num_steps" not in copied.read_bytes()  # a command line may hold a password

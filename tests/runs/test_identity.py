@@ -1,7 +1,7 @@
 import copy
 import json
 import math
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from lowprec.config.schema import (
 )
 from lowprec.runs.identity import digest, directory
 from lowprec.runs.read import read_config
+from tests.config.test_check import LEAVES
 
 SOURCES = {"data": "a" * 64}
 NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
@@ -29,15 +30,6 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
     *("diagnostics.spikes.window", "diagnostics.recorder.steps", "diagnostics.recorder.keep"),
     *("diagnostics.recorder.rms", "data.cache"),
 }
-
-
-def leaves(schema, prefix=""):
-    for f in fields(schema):
-        path = prefix + f.name
-        yield from leaves(f.type, path + ".") if is_dataclass(f.type) else [path]
-
-
-LEAVES = list(leaves(Config))
 
 
 def changed(config, path):

@@ -19,6 +19,7 @@ from lowprec.runs.attempts import STOPPING
 from lowprec.sweep import slurm
 from lowprec.sweep.plan import Plan, PlannedRun
 from lowprec.sweep.status import TO_SUBMIT, ask_queue, states
+from tests.small import WORDS
 
 # Like training, it keeps the record of its run locked.
 REPLACED = """
@@ -209,7 +210,5 @@ def cluster(here, shim, monkeypatch):
 @pytest.fixture
 def tiny(squares):
     """The keys of a run that trains for two steps on the CPU."""
-    keys = ["model.vision_width=64", "model.vision_layers=1", "model.text_width=64", "num_steps=2"]
-    keys += ["model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu"]
-    keys += ["precision=fp32", "batch_size=16", "evaluation=none", "data=shards", "data.val=null"]
-    return [*keys, f"data.train={squares}/train-*.tar"]
+    keys = [*WORDS, "num_steps=2", "num_workers=0", "batch_size=16", "evaluation=none"]
+    return [*keys, "data=shards", "data.val=null", f"data.train={squares}/train-*.tar"]

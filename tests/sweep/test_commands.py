@@ -3,8 +3,6 @@
 import fcntl
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +10,7 @@ from experiments import sweep
 from lowprec.runs import durable
 from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.plan import DECLINED, Plan
+from tests.small import python
 
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
@@ -156,9 +155,9 @@ def test_one_of_several_sweeps_needs_its_name(here, tiny, no_launcher, capsys):
 
 @pytest.mark.slow
 def test_hydras_own_launcher_trains_the_runs_of_the_preset(here, tiny):
-    command = [sys.executable, "-m", "experiments.train", "-m", *tiny, "name=t", "seed=0,1"]
-    command += ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    keys = [*tiny, "name=t", "seed=0,1", "hydra/launcher=submitit_local"]
+    keys += ["hydra.launcher.timeout_min=5"]
+    done = python("-m", "experiments.train", "-m", *keys, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [read_status(run)["state"] for run in find_runs(here / "runs")] == ["finished"] * 2
 

@@ -1,7 +1,6 @@
 """A disk that fills up and one that may not be written: real file systems, so root is needed."""
 
 import contextlib
-import os
 import subprocess
 import sys
 
@@ -10,11 +9,10 @@ import pytest
 from lowprec.config.compose import CONF
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train.checkpoint import list_checkpoints
+from tests.small import WORDS, python
 
 pytestmark = pytest.mark.system
-TINY = ("model.vision_width=64", "model.vision_layers=1", "model.text_width=64")
-TINY += ("model.text_layers=1", "model.vocab_size=512", "num_workers=0", "device=cpu")
-TINY += ("precision=fp32", "batch_size=16", "log_every=2", "optimizer.lr=1e-3")
+TINY = (*WORDS, "num_workers=0", "batch_size=16", "log_every=2", "optimizer.lr=1e-3")
 TINY += ("evaluation=none", "data=shards", "data.val=null", "save_every=5")
 
 
@@ -42,18 +40,11 @@ def train(*overrides, code):
 
 
 def run(entry, *overrides, code, cwd=CONF.parent):
-    done = subprocess.run(
-        [sys.executable, "-m", f"experiments.{entry}", *overrides],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CONF.parent)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == code, done.stdout
-    assert "Traceback" not in done.stdout
-    return done.stdout
+    done = python("-m", f"experiments.{entry}", *overrides, cwd=cwd)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert "Traceback" not in output
+    return output
 
 
 def test_a_disk_that_fills_up_ends_the_run_in_a_sentence_and_it_goes_on_later(
