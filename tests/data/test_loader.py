@@ -340,7 +340,7 @@ def crop_and_resize(image, size, box):
 
 
 @RANDOM
-@pytest.mark.parametrize(("side", "divisor"), [(22, 1), (40, 2), (83, 4), (170, 4)])
+@pytest.mark.parametrize(("side", "divisor"), [(22, 1), (30, 1), (40, 2), (83, 4), (170, 4)])
 def test_fast_decoding_scales_a_jpeg_so_that_the_box_keeps_at_least_the_models_pixels(
     monkeypatch, random, side, divisor
 ):
