@@ -150,7 +150,7 @@ class _Linear(torch.autograd.Function):
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
         if needs_w:
             if x_scale is not None:
-                x_MK = reference.dequantize(x_MK, x_scale, dtype)
+                x_MK = ops.dequantize(x_MK, x_scale, dtype, backend=settings.backend)
             grad_weight = _grad_weight(g_MN, x_MK, settings).to(weight_dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias_dtype)

@@ -228,7 +228,7 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
 GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without launch times
     "switchback": 768,
-    "switchback_m": 2048,
+    "switchback_m": 768,
     "switchback_q": 768,
     "llm_int8": 1280,
     "hw_fp8_tensorwise": 1280,

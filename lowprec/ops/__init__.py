@@ -17,7 +17,14 @@ if importlib.util.find_spec("triton") is None:
     raise ImportError("lowprec needs triton, which pip installs on Linux only", name="triton")
 
 from lowprec.formats import NATIVE, Format, parse_format
-from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops import (
+    reference,
+    triton_attention,
+    triton_dequantize,
+    triton_gelu,
+    triton_matmul,
+    triton_quantize,
+)
 from lowprec.ops.triton_attention import takes as takes_attention  # noqa: F401
 
 __all__ = ["matmul", "quantize"]
@@ -87,6 +94,15 @@ def quantize_rows_and_sum(
     if _is_eager(g_MN):
         return triton_quantize.quantize_rows_and_sum(g_MN, format)
     return _quantize_rows_and_sum(g_MN, format.name)
+
+
+def dequantize(q_MK: Tensor, scale: Tensor, dtype: torch.dtype, *, backend: str = "auto") -> Tensor:
+    """`reference.dequantize` with a scale [M, 1] or [1, 1], in one pass."""
+    if _is_reference(backend, NATIVE[q_MK.dtype], q_MK.device):
+        return reference.dequantize(q_MK, scale, dtype)
+    if _is_eager(q_MK):
+        return triton_dequantize.dequantize(q_MK, scale, dtype)
+    return _dequantize(q_MK, scale, dtype)
 
 
 def gelu_quantize(h_MN: Tensor, format: Format, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
@@ -200,6 +216,11 @@ _quantize_rows_and_sum = _define(
     "quantize_rows_and_sum(Tensor g, str format) -> (Tensor, Tensor, Tensor)",
     lambda g_MN, format: triton_quantize.quantize_rows_and_sum(g_MN, parse_format(format)),
     _rows_and_sum_fake,
+)
+_dequantize = _define(
+    "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
+    triton_dequantize.dequantize,
+    lambda q_MK, scale, dtype: q_MK.new_empty(q_MK.shape, dtype=dtype),
 )
 _gelu_quantize = _define(
     "gelu_quantize(Tensor h, str format) -> (Tensor, Tensor)",

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 import lowprec.ops
 from lowprec.formats import E4M3, E5M2, INT8
 from lowprec.ops import triton_attention as attention
+from lowprec.ops import triton_dequantize as dequantize
 from lowprec.ops import triton_gelu as gelu
 from lowprec.ops import triton_matmul as matmul
 from lowprec.ops import triton_quantize as quantize
@@ -103,6 +104,10 @@ def _tiles(m, format, granularity, rows=True, dtype=FP32):
     quantize.quantize(x, format, granularity, rows=rows, transposed=True)
 
 
+def _dequantize(dtype, rows):
+    dequantize.dequantize(_tensor(4096, 1280, dtype=dtype), _tensor(rows, 1, dtype=FP32), BF16)
+
+
 def _gelu(features, format):
     gelu.gelu_quantize(_tensor(4096, features), format)
 
@@ -149,6 +154,8 @@ CASES = {  # name: (launches, architectures)
     "1x128 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "1x128", dtype=BF16), HOPPER),
     "128x1 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "128x1", **ONLY_T), HOPPER),
     "128x128 e4m3 of fp32": (partial(_tiles, 4096, E4M3, "128x128"), HOPPER),
+    "dequantize int8 to bf16": (partial(_dequantize, torch.int8, 4096), ALL),
+    "dequantize e4m3 to bf16, one scale": (partial(_dequantize, FP8, 1), HOPPER),
     "gelu int8 of bf16, 5120": (partial(_gelu, 5120, INT8), ALL),
     "gelu e4m3 of bf16, 8192": (partial(_gelu, 8192, E4M3), HOPPER),
     "gelu backward int8 of bf16, 5120": (partial(_gelu_backward, 5120, INT8), ALL),

@@ -6,7 +6,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
 from lowprec.formats import INT8, parse_format
-from lowprec.ops import reference, triton_attention, triton_gelu, triton_matmul, triton_quantize
+from lowprec.ops import (
+    reference,
+    triton_attention,
+    triton_dequantize,
+    triton_gelu,
+    triton_matmul,
+    triton_quantize,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ALL = ("rowwise", "columnwise", "tensorwise", "1x128", "128x1", "128x128")
@@ -76,6 +83,8 @@ def test_other_fake_ops_match_the_kernels(device):
         )
     arguments = (q, q[:4], scale, scale[:1], None, torch.bfloat16)
     assert_fake_is_true(ops._matmul, triton_matmul.matmul, *arguments)
+    arguments = (q.T.contiguous().T, scale, torch.bfloat16)
+    assert_fake_is_true(ops._dequantize, triton_dequantize.dequantize, *arguments)
 
 
 def test_fake_attention_ops_match_the_kernels(device):
@@ -129,5 +138,5 @@ def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability
 def test_all_ops_are_compared_with_their_fakes():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowprec::")}
     tried = "quantize quantize_rows_and_sum gelu_quantize gelu_backward_quantize matmul attention "
-    tried += "attention_backward"
+    tried += "attention_backward dequantize"
     assert ours == {f"lowprec::{name}" for name in tried.split()}

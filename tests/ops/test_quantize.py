@@ -1,10 +1,10 @@
-"""The quantizing kernels match `reference.quantize` bit for bit."""
+"""The quantizing and dequantizing kernels match their definitions bit for bit."""
 
 import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
-from lowprec.ops import reference
+from lowprec.ops import reference, triton_dequantize
 from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
@@ -147,3 +147,15 @@ def test_quotients_are_correctly_rounded(device, format):
         x = torch.cat((tie, tie.nextafter(torch.zeros(())), tie.nextafter(tie * 2))) * scale
         x = torch.cat((largest, x.clamp(-largest, largest)))[None].to(device)
         check(x, format, "rowwise")
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 300), (20, 256)], ids=str)
+@pytest.mark.parametrize("granularity", ["rowwise", "tensorwise"])
+@each_pair
+def test_dequantization_matches_reference_bits(device, shape, granularity, format, dtype):
+    q, scale = reference.quantize(make(shape, dtype, device), format, granularity)
+    for factor in (1.0, 1e-37, torch.nan):  # 1e-37 makes subnormal products
+        result = triton_dequantize.dequantize(q.T.contiguous().T, scale * factor, dtype)
+        expected = reference.dequantize(q, scale * factor, dtype)
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert_same(result.nan_to_num(7.0), expected.nan_to_num(7.0), factor)
