@@ -102,12 +102,15 @@ def main(config: Config, expected: str | None = None) -> None:
     preflight(config)
     progress = ProgressBar(config)
     # a refused command loads no torch
+    from lowprec.train.build import pick_device
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run
+    from lowprec.train.step import can_capture
 
-    is_alone = place()[1] == 1
-    timeout_s = config.distributed.timeout_s
-    world = Ranks() if is_alone else DistributedRanks(config.device, timeout_s)
+    world = Ranks()
+    if place()[1] > 1:
+        captures = can_capture(config, pick_device(config.device))
+        world = DistributedRanks(config.device, config.distributed.timeout_s, captures=captures)
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:

@@ -6,29 +6,32 @@ Takes the keys of `train`; `batch_size` is per process here (weak scaling), and 
 is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, as under
 torchrun: first one process, then the largest number. `ratio` is to one process: 1 is perfect.
 `communication` is the share of a step that averaging gradients adds to the backward pass (FSDP2
-gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most. A
+gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most.
+What can be captured as a CUDA graph is, as in training. A
 case counts only if its loss is finite and the same in all ranks. Lines go to
 `runs/bench/scale/<time>.jsonl`.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
 
 import torch
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from experiments.benchmarks.measure import Lines, random_batch
 from lowprec.config.schema import Config
+from lowprec.data.loader import Batch
 from lowprec.nn.timing import median_ms
 from lowprec.optim.schedules import set_learning_rate
 from lowprec.runs.identity import label
 from lowprec.train.build import build, pick_device
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.ranks import place
-from lowprec.train.step import TrainStep
+from lowprec.train.step import GraphedStep, TrainStep, can_capture
 
 WARMUP = 5
 
@@ -94,37 +97,47 @@ def measure(config: Config, kind: str, size: int) -> dict:
         raise RuntimeError(text) from error
 
 
+class Backward(TrainStep):
+    """A step without its update."""
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """Returns the loss."""
+        loss, _ = self.task.backward(batch.to(self.frozen.device), self.scaler.scale)
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss}
+
+
 @record  # keeps an error for the process that launches
 def work(config: Config) -> dict:
     """Times steps with and without communication in one process of a case."""
-    size = place()[1]
-    world = Ranks()
+    size, world = place()[1], Ranks()
+    captures = can_capture(config, pick_device(config.device))
     if size > 1:
-        world = DistributedRanks(config.device, config.distributed.timeout_s)
+        timeout_s = config.distributed.timeout_s
+        world = DistributedRanks(config.device, timeout_s, captures=captures)
     built = build(config, None, world)
     batch = random_batch(built.task.model, config.batch_size // size, built.device)
     built.task.model.train()
-    step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
-    set_learning_rate(built.state.optimizer, config.optimizer.lr)
-    for _ in range(WARMUP):
-        loss = step(batch)["loss"]
-    losses = world.each(loss.item)
-    if len(set(losses)) > 1 or not loss.isfinite():
+
+    def slowest(kind: type[TrainStep]) -> tuple[float, list[float]]:
+        """The milliseconds of a step in the slowest rank, and the ranks' losses after a warm-up."""
+        step = kind(built.task, built.state.optimizer, built.state.scaler)
+        step = GraphedStep(step, batch) if captures else step
+        set_learning_rate(built.state.optimizer, config.optimizer.lr)
+        for _ in range(WARMUP):
+            loss = step(batch)["loss"]
+        times = world.each(lambda: median_ms(lambda: step(batch), built.device, config.num_steps))
+        return max(times), world.each(loss.item)
+
+    ms, losses = slowest(TrainStep)
+    if len(set(losses)) > 1 or not math.isfinite(losses[0]):
         raise ValueError(f"losses by rank: {losses}")
-
-    def slowest(call: Callable) -> float:
-        return max(world.each(lambda: median_ms(call, built.device, config.num_steps)))
-
-    def backward() -> None:
-        built.task.backward(batch.to(built.device), built.state.scaler.scale)
-        built.state.optimizer.zero_grad(set_to_none=True)
-
-    ms, synchronized = slowest(lambda: step(batch)), slowest(backward)
     peak = max(world.each(torch.cuda.max_memory_allocated))
+    synchronized, _ = slowest(Backward)
     built.task.parallel = built.task.model  # DDP's no_sync does not go with a static graph
     built.task.synchronizing(False)
     built.task.synchronizing = contextlib.nullcontext  # nor after the last micro-batch
-    silent = slowest(backward)
+    silent, _ = slowest(Backward)
     world.close()
     return {
         "ms": ms,

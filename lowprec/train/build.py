@@ -45,6 +45,7 @@ from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.provenance import code_digest
 from lowprec.train.distributed import ONE_PROCESS, Ranks, has_batch_norm, shard
 from lowprec.train.state import TrainState
+from lowprec.train.step import can_capture, capture_stream
 from lowprec.train.task import DTYPES, ContrastiveTask, autocast
 
 EVALUATION_BATCH = 256  # pairs per rank
@@ -287,16 +288,32 @@ def parallelize(model: nn.Module, config: Config, world: Ranks) -> nn.Module:
             ]
         )
     if config.distributed.name == "ddp":
-        device = next(model.parameters()).device
-        return DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            # of micro-batches, only the last averages gradients
-            static_graph=config.accumulate == 1,
-        )
+        return _replicate(model, config)
     shard(model, clip.blocks(model), world)
     return model
+
+
+def _replicate(model: nn.Module, config: Config) -> DistributedDataParallel:
+    """Wraps a model in DDP; on the stream of captures, if its steps are to be captured."""
+    device = next(model.parameters()).device
+    known = inspect.signature(DistributedDataParallel).parameters
+    renamed = "forward_sync_buffers"  # in torch 2.13
+    options = {
+        "device_ids": [device] if device.type == "cuda" else None,
+        "gradient_as_bucket_view": True,
+        # of micro-batches, only the last averages gradients
+        "static_graph": config.accumulate == 1,
+        # no buffer changes: batch norm is refused
+        renamed if renamed in known else "broadcast_buffers": False,
+    }
+    if not can_capture(config, device):
+        return DistributedDataParallel(model, **options)
+    stream = capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        parallel = DistributedDataParallel(model, **options)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return parallel
 
 
 def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | MuonAdamW:

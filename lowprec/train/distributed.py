@@ -87,10 +87,11 @@ ONE_PROCESS = Ranks()
 class DistributedRanks(Ranks):
     """One of several processes, as torchrun, srun or submitit started them.
 
-    `device`: cpu, cuda or auto (cuda if there is a GPU).
+    `device`: cpu, cuda or auto (cuda if there is a GPU). `captures`: steps will be captured as CUDA
+    graphs, which does not go with torch's own thread for NCCL's errors; hangs are the watchdog's.
     """
 
-    def __init__(self, device: str, timeout_s: float):
+    def __init__(self, device: str, timeout_s: float, *, captures: bool = False):
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         # open_clip's loss calls it
@@ -102,6 +103,8 @@ class DistributedRanks(Ranks):
         if device == "cuda":
             torch.cuda.set_device(self.local_rank % torch.cuda.device_count())
         if not dist.is_initialized():  # once per process: all runs of a sweep share the group
+            if captures:
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             limit = timedelta(seconds=timeout_s + MARGIN_S)
             dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
             atexit.register(dist.destroy_process_group)

@@ -1,9 +1,11 @@
 """One update of the model on the device: forward, loss, backward, optimizer."""
 
+import functools
 import math
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.config.schema import LIBRARIES, Config
 from lowprec.data.loader import Batch
@@ -12,6 +14,8 @@ from lowprec.optim.clipping import SkipStep
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.train.task import ContrastiveTask
 
+# Eager steps before a capture. DDP records events in its first ten and in every hundredth.
+WARMUPS, WARMUPS_DDP = 3, 12
 MAX_LOGIT_SCALE = math.log(100)  # the parameter is the logarithm of the factor, as in open_clip
 
 
@@ -58,7 +62,8 @@ class GraphedStep:
 
     The first batch fixes the shapes; all batches are on the host. Capture runs the step a few times
     with `frozen` set and restores the random state and the model's buffers, so it changes nothing.
-    The next call overwrites the returned values.
+    With DDP, which must have been built on `capture_stream`, the graph also averages gradients, and
+    all ranks capture together. The next call overwrites the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
@@ -75,19 +80,22 @@ class GraphedStep:
         random_state, was_frozen = torch.cuda.get_rng_state(device), step.frozen.clone()
         buffers = [(buffer, buffer.clone()) for buffer in step.task.model.buffers()]  # batch norm
         step.frozen.fill_(True)
-        stream = torch.cuda.Stream(device)
+        is_ddp = isinstance(step.task.parallel, DistributedDataParallel)
+        stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
+            for _ in range(WARMUPS_DDP if is_ddp else WARMUPS):
                 step(self.batch)
         torch.cuda.current_stream().wait_stream(stream)
         step.frozen.copy_(was_frozen)
         for buffer, value in buffers:
             buffer.copy_(value)
         torch.cuda.set_rng_state(random_state, device)
+        torch.cuda.synchronize(device)
+        step.task.world.each(lambda: None)  # no rank captures while another one still communicates
         self.graph = torch.cuda.CUDAGraph()
         # a stream of this device, since torch's default for captures is one of the first's;
-        # thread_local: the loader's pinning thread may use CUDA during the capture
+        # thread_local: the loader's pinning thread and NCCL's may use CUDA during the capture
         options = {"stream": stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.graph, **options):
             self.values = step(self.batch)
@@ -111,16 +119,23 @@ class GraphedStep:
         target.tokens.copy_(source.tokens, non_blocking=True)
 
 
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of captures; DDP must be built on it, since its hooks run where it was built."""
+    return torch.cuda.Stream(device)
+
+
 def can_capture(config: Config, device: torch.device) -> bool:
-    """Returns whether a run's step can be a CUDA graph: compiled, on one GPU, no host state.
+    """Returns whether a run's step can be a CUDA graph: compiled, on a GPU, no host state.
 
     Recomputation keeps random states on the host, the dynamic scaler a counter that capture would
-    advance, and a library's optimizer needs to know on the host which gradients are finite.
+    advance, and a library's optimizer needs to know on the host which gradients are finite. FSDP2
+    frees and allocates parameters in hooks on the host.
     """
     return (
         config.compile
         and device.type == "cuda"
-        and config.distributed.name == "none"
+        and config.distributed.name != "fsdp2"
         and config.accumulate == 1
         and not config.checkpointing
         and config.scaler.name != "dynamic"

@@ -1,8 +1,10 @@
-"""Compiled blocks under several processes, and the benchmark of them."""
+"""Compiled blocks under several processes, captured steps on GPUs, and the benchmark of them."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
 
 from lowprec.runs.read import find_runs, read_rows
 from tests.small import WORDS, python
@@ -21,6 +23,28 @@ def test_compiled_and_recomputed_blocks_give_the_losses_of_one_eager_process(ran
             answer = ranks("train", 2, configs=[config])
             assert answer["codes"] == [0, 0], answer["logs"]
             assert [row["loss"] for row in rows_of(config)] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path):
+    """Also after a resume, and after a change of the precision."""
+    changes = {"device": "cuda", "compile": True, "distributed.name": "ddp", "deterministic": True}
+    changes |= {"model.patch_dropout": 0.5, "precision.autocast": "bf16"}
+    changes |= {"precision_change": {"step": 3, "recipe": "switchback"}}
+    changes |= {"schedule.name": "constant"}
+    file, script = tmp_path / "configs.json", Path(__file__).with_name("captured.py")
+    records = {}
+    for kind in ("eager", "captured"):
+        whole, cut = (make(changes | {"name": f"{kind} {name}"}) for name in ("whole", "cut"))
+        for configs in ([whole, cut | {"num_steps": 4}], [cut]):
+            file.write_text(json.dumps(configs))
+            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+            ended = python(*torchrun, script, file, kind)
+            assert ended.returncode == 0, ended.stderr
+        records |= {f"{kind} {name}": rows_of(c) for name, c in (("whole", whole), ("cut", cut))}
+    assert len(records["eager whole"]) == 6
+    assert all(rows == records["eager whole"] for rows in records.values())
 
 
 def rows_of(config):

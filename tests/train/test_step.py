@@ -16,6 +16,7 @@ from lowprec.optim import StableAdamW
 from lowprec.runs.read import read_rows
 from lowprec.train import step as step_module
 from lowprec.train.build import build
+from lowprec.train.distributed import ONE_PROCESS
 from lowprec.train.step import GraphedStep, TrainStep
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -106,12 +107,16 @@ def test_graphed_step_equals_the_ungraphed_one(
     assert graph == plain
 
 
+def task_of(model):
+    return SimpleNamespace(model=model, parallel=model, world=ONE_PROCESS)
+
+
 class LinearStep:
     """What GraphedStep needs of a TrainStep, for one matrix."""
 
     def __init__(self, device):
         self.weight = torch.nn.Parameter(torch.eye(4, device=device))
-        self.task = SimpleNamespace(model=torch.nn.Module())
+        self.task = task_of(torch.nn.Module())
         self.optimizer = StableAdamW([("weight", self.weight)], lr=0.1)
         self.frozen = self.optimizer.frozen = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -136,7 +141,7 @@ def test_a_capture_changes_nothing_and_its_device_is_the_current_one(monkeypatch
 
     class Step:
         frozen, optimizer = torch.tensor(is_frozen), SimpleNamespace(param_groups=[])
-        task = SimpleNamespace(model=torch.nn.Sequential(norm))
+        task = task_of(torch.nn.Sequential(norm))
 
         def __call__(self, batch):
             assert current == [self.frozen.device]
