@@ -69,14 +69,18 @@ class Figure:
     what: str = ""
     text: str = ""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The studies of which the first with runs is drawn."""
+        return self.studies[:1] if self.same_but else self.studies
+
     def source(self, summaries: pd.DataFrame, scale: str | None) -> str:
-        """The study that is drawn: the first one that has runs at a scale, or else the first."""
+        """The study of `sources` that has runs at a scale, or else the first one."""
         if len(summaries):
             at = summaries["scale"]
             summaries = summaries[(scale is None) | (at == scale) | at.isna()]
         made = set(summaries["experiment"])
-        names = self.studies[:1] if self.same_but else self.studies
-        return next((name for name in names if name in made), names[0])
+        return next((name for name in self.sources if name in made), self.sources[0])
 
     def select(self, heads: pd.DataFrame) -> pd.DataFrame:
         """The rows of `Runs.runs` that the figure is about."""
@@ -169,6 +173,8 @@ class Lines(Figure):
         facet: config key with a panel for each value; `label`: a panel for each label; "": one.
         split: divides a panel again, such as by family.
         smooth: whether the median is a centered box average (`style.smooth`).
+        band: config key, besides the seed, in which runs of one label may differ; a band from the
+            smallest to the largest takes the place of their lines.
     """
 
     y: Axis = Axis(column="loss", label="training loss")
@@ -176,6 +182,7 @@ class Lines(Figure):
     facet: str = "model.name"
     split: Facet = in_one_panel
     smooth: bool = False
+    band: str = ""
 
     def query(self, runs: Runs) -> pd.DataFrame:
         """One row per recorded step of each run, with the median over runs that share a label.
@@ -183,7 +190,7 @@ class Lines(Figure):
         A step without a row has no loss, so that its line has a gap.
         """
         runs = self.selected(runs)
-        own = [self.facet] if self.facet not in ("label", "model.name", "") else []
+        own = [key for key in (self.facet, self.band) if key not in ("label", "model.name", "")]
         keys = tuple(dict.fromkeys([*own, *self.hue.keys]))
         heads, y = measures.named_heads(runs, keys), self.y.column
         facets = heads[self.column] if self.column in heads else pd.Series("", heads.index)
@@ -254,12 +261,15 @@ class Lines(Figure):
         y, is_alone = self.y.column, runs["run"].nunique() == 1
         color, dashes = self.hue.look(runs.iloc[0])
         thin = {"lw": 0.8, "linestyle": dashes} if is_alone else {"lw": 0.4, "alpha": 0.5}
-        for _, run in runs.groupby("run", sort=False):
+        if self.band:
+            ends = runs.groupby("step")[y].agg(["min", "max"])
+            ax.fill_between(ends.index, ends["min"], ends["max"], color=color, alpha=0.2, lw=0)
+        for _, run in runs.groupby("run", sort=False) if not self.band else ():
             name = label if is_alone else None
             ax.plot(
                 run["step"], run[y], color=color, zorder=1.5, rasterized=True, label=name, **thin
             )
-        if not is_alone:
+        if self.band or not is_alone:
             median = runs.drop_duplicates("step").sort_values("step")
             look = {"color": color, "ls": dashes, "lw": 1.1, "label": label}
             values = median[f"{y}_median"]

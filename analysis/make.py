@@ -1,8 +1,9 @@
 """Draws figures from runs: `python -m analysis.make SLUG --runs DIR --out DIR [--scale SCALE]`.
 
 A figure shows the runs of its studies (`analysis/grammar.py`) or those of `--experiment NAME`,
-where `any` is all runs, or the lines of its benchmark. DIR may be a URL. `pictures` in place of
-SLUG draws each picture DIR/**/SLUG.png anew, and `claims` judges the paper's claims.
+where `any` is all runs, or the lines of its benchmark. DIR may be a URL. `all` in place of SLUG
+draws every figure that DIR supports, `pictures` each picture DIR/**/SLUG.png anew, and `claims`
+judges the paper's claims.
 
 Writes SLUG.png, SLUG.pdf, SLUG.csv (exactly the plotted numbers) and SLUG.json (their origin). The
 same runs give the same files. Figures of incomplete or mixed runs are marked.
@@ -37,6 +38,7 @@ from lowprec.waiting import doing
 
 MARK_COLOR = "#A61C00"
 CHARACTERS = 15  # of a mark, for each inch
+OTHERS = "to draw runs of another experiment: --experiment NAME, or any"
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
@@ -49,17 +51,19 @@ def main(arguments: list[str] | None = None) -> int:
         return claims.main(arguments[1:])
     slugs = sorted(FIGURES)
     parser = cli.Parser(prog="python -m analysis.make", description="Draw a figure from runs.")
-    parser.add_argument("slug", help=f"pictures, claims, or: {', '.join(slugs)}")
+    parser.add_argument("slug", help=f"all, pictures, claims, or: {', '.join(slugs)}")
     parser.add_argument("--runs", default="runs", help="folder of runs, or its URL [runs]")
     parser.add_argument("--out", type=Path, default=Path("figures"), help="folder [figures]")
     parser.add_argument("--experiment", help="experiment whose runs to draw; `any` for all")
     parser.add_argument("--scale", choices=SCALES, help="scale of the runs, if there are several")
     options = parser.parse_args(arguments)
     called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
-    if slug not in (*slugs, "pictures"):
+    if slug not in (*slugs, "all", "pictures"):
         near = nearest(slug, slugs)
         raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
     choices = load_all(options.runs), options.out, called, options.scale, options.experiment
+    if slug == "all":
+        return draw_all(*choices)
     if slug == "pictures":
         for path in draw_pictures(*choices[:3]):
             print(f"Wrote {path}")
@@ -67,8 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         stem, about = draw(slug, *choices)
     except NoRunsError as error:
-        others = "; to draw runs of another experiment: --experiment NAME, or any"
-        raise NoRunsError(f"{error}{others * (not options.experiment)}") from None
+        raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     if about["left_out"]:
         print(f"left out: {_some(about['left_out'])}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
@@ -102,6 +105,34 @@ def draw(
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
     _write(stem, figure, frame, about)
     return stem, about
+
+
+def draw_all(
+    runs: Runs, out: Path, called: str, scale: str | None = None, experiment: str | None = None
+) -> int:
+    """Draws all figures at each scale that has runs.
+
+    Prints a line for each figure that cannot be drawn, with the command that makes its runs, and
+    for each that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
+    """
+    drawn, failed = [], []
+    for slug, at in _slugs_and_scales(runs.summaries, scale, experiment):
+        try:
+            stem, about = draw(slug, runs, out, called, at, experiment)
+        except (NoRunsError, ChoiceError) as error:
+            print(f"not drawn: {slug}: {error}", file=sys.stderr)
+        except (FileExistsError, NotADirectoryError):  # `out` is a file
+            raise
+        except Exception as error:  # a bug, or unusual runs
+            failed.append(slug)
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            print(f"failed: {slug}: {text}", file=sys.stderr)
+        else:
+            drawn.append(stem)
+            print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
+    if not drawn and experiment is None:
+        print(OTHERS, file=sys.stderr)
+    return 1 if failed else 0 if drawn else 2
 
 
 def draw_pictures(runs: Runs, out: Path, called: str) -> Iterator[Path]:
@@ -203,6 +234,20 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
         save(canvas, stem, frame)
     text = json.dumps(about, indent=2, allow_nan=False)
     durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())
+
+
+def _slugs_and_scales(
+    summaries: pd.DataFrame, scale: str | None, experiment: str | None
+) -> list[tuple[str, str | None]]:
+    """Each figure with the given scale, or with every scale of the runs that it can show."""
+    pairs = []
+    for slug in sorted(FIGURES):
+        figure = FIGURES[slug]
+        names = [experiment] if experiment and not figure.lines else figure.sources
+        is_own = summaries["experiment"].isin(names) | ("any" in names)
+        scales = summaries.loc[is_own, "scale"].dropna().unique()
+        pairs += [(slug, at) for at in ([scale] if scale else sorted(scales) or [None])]
+    return pairs
 
 
 def _sha256(path: Path) -> str:

@@ -5,6 +5,7 @@
     x=step      a line for each run; x=KEY of the config: a point for each run, its last value
     hue=KEY     a color for each value, and a line style for each method
     facet=KEY   a panel for each value
+    band=KEY    over steps, a band over the runs that differ in the seed and that key alone
     KEY=VALUE   only the runs with that value
 
 Without hue, a color is for a method. Names state the other settings in which runs differ. Over
@@ -32,7 +33,7 @@ from analysis.points import Points
 from lowprec.nearest import nearest
 from lowprec.waiting import doing
 
-NAMES = ("y", "x", "hue", "facet")  # other words select runs
+NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
 TABLES = {
     "precision": naming.PRECISIONS,
     "optimizer": naming.OPTIMIZERS,
@@ -79,6 +80,7 @@ def sentence(
     x: str = "step",
     hue: str = "",
     facet: str = "",
+    band: str = "",
     where: dict[str, str] | None = None,
 ) -> tuple[Figure, pd.DataFrame]:
     """A figure of some runs, as a row of the grammar, and its frame.
@@ -91,12 +93,12 @@ def sentence(
     if heads.empty:
         raise ChoiceError(f"no run has {', '.join(f'{k}={v}' for k, v in (where or {}).items())}")
     runs = runs.where(runs.summaries["run"].isin(heads["run"]))
-    hue, facet = (key and _key(heads, key) for key in (hue, facet))
+    hue, facet, band = (key and _key(heads, key) for key in (hue, facet, band))
     heads = measures.named_heads(runs)
     colors = _hue(heads, hue, facet) if hue else Hue(look=_looks_of_methods(heads))
     value = Axis(column=y, label=y, log=False if y.startswith(SCORES) else None)
     if x == "step":
-        row = Lines(y=value, hue=colors, facet=facet)
+        row = Lines(y=value, hue=colors, facet=facet, band=band)
     else:
         row = _points(runs, _key(runs.runs, x), value, colors, facet)
     frame = row.query(runs)

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, make
-from analysis.figures import loss_curves
+from analysis.figures import loss_curves, op_profile
 
 
 @pytest.fixture(name="run_make")
@@ -117,7 +117,7 @@ def test_pictures_draws_figures_of_a_folder_anew_and_nothing_else(make_run, run_
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("slug", ["loss_curves", "claims"])
+@pytest.mark.parametrize("slug", ["loss_curves", "all", "claims"])
 def test_file_in_the_place_of_the_folder_is_an_error(make_run, tmp_path, capsys, slug):
     make_run(num_steps=20)
     (tmp_path / "file").write_text("mine")
@@ -134,3 +134,38 @@ def test_a_full_disk_leaves_whole_files_and_names_the_next(make_run, run_make, t
     code, _, err = run_make()
     assert code == 2 and "loss_curves_demo.csv.tmp cannot be written: No space left" in err
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".pdf"}
+
+
+@pytest.fixture(name="make_all")
+def make_all_fixture(make_run, no_pictures, tmp_path, capsys):
+    """A function: all figures of a folder with runs of two studies; status, errors, pictures."""
+    make_run(num_steps=20, scale="mini")
+    make_run(num_steps=20, scale="mini", experiment="rms_and_loss")
+
+    def make_all():
+        code = make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")])
+        pictures = sorted(path.name for path in (tmp_path / "out").glob("*.png"))
+        return code, capsys.readouterr().err.splitlines(), pictures
+
+    return make_all
+
+
+def fail(*_, **__):
+    raise IndexError("no row\n  of this")
+
+
+@pytest.mark.parametrize("where", ["query", "draw", "caption"])
+def test_a_figure_that_crashes_is_named_and_the_others_are_drawn(make_all, monkeypatch, where):
+    monkeypatch.setattr(loss_curves, where, fail)
+    code, errors, pictures = make_all()
+    assert code == 1 and pictures == ["rms_and_loss_mini.png"]
+    assert "failed: loss_curves: IndexError: no row of this" in errors
+
+
+def test_a_damaged_file_of_lines_stops_its_figure_alone(make_all, tmp_path):
+    lines = tmp_path / "runs" / "bench" / op_profile.lines / "one.jsonl"
+    lines.parent.mkdir(parents=True)
+    lines.write_text('{"case": "output"}\n')  # lacks what every line has
+    code, errors, pictures = make_all()
+    assert code == 1 and pictures == ["loss_curves_mini.png", "rms_and_loss_mini.png"]
+    assert any(line.startswith("failed: op_profile: KeyError: ") for line in errors)

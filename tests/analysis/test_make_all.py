@@ -1,4 +1,4 @@
-"""Every figure, drawn from runs of each study, or named with the command that makes its runs."""
+"""Tests all figures at once: drawn from what there is, or named with their command."""
 
 import io
 import os
@@ -12,7 +12,6 @@ from PIL import Image
 
 from analysis import make, paper
 from analysis.figures import FIGURES
-from analysis.load import NoRunsError, load_all
 from analysis.measures import RECALL, VALIDATION_LOSS
 from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
@@ -139,7 +138,7 @@ def file_of(slug):
 
 
 @pytest.fixture
-def drawn(tmp_path, write_run, monkeypatch):
+def drawn(tmp_path, write_run, monkeypatch, capsys):
     """The folder of all figures of all studies, and the drawn pictures by name."""
     pictures = {}
 
@@ -150,9 +149,9 @@ def drawn(tmp_path, write_run, monkeypatch):
     write_studies(tmp_path / "runs", write_run)
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)  # a second per picture
     monkeypatch.setattr(make, "save", keep)
-    runs, out = load_all(tmp_path / "runs"), tmp_path / "out"
-    for slug in FIGURES:
-        make.draw(slug, runs, out, "")
+    out = tmp_path / "out"
+    assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert "not drawn" not in capsys.readouterr().err
     return out, pictures
 
 
@@ -216,9 +215,23 @@ def has_data(ax):
     return bool(filled) or any(np.isfinite(line).any() for line in lines)
 
 
-def test_without_runs_every_figure_names_the_command_that_makes_them(tmp_path):
-    runs = load_all(tmp_path)
-    for slug in FIGURES:
-        with pytest.raises(NoRunsError, match=r"python -m experiments\."):
-            make.draw(slug, runs, tmp_path / "out", "")
+def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
+    assert make.main(["all", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
+    assert named == set(FIGURES)
+    assert all("python -m experiments." in line for line in errors[:-1])
+    assert errors[-1] == "to draw runs of another experiment: --experiment NAME, or any"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run, tmp_path, capsys):
+    for scale in ("mini", "demo"):
+        make_run(num_steps=20, scale=scale, model="mini_b", optimizer="stable_adamw")
+    root, out = tmp_path / "runs", tmp_path / "out"
+    assert make.main(["all", "--runs", str(root), "--out", str(out)]) == 0
+    errors = capsys.readouterr().err
+    assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
+    assert errors.count("not drawn: ") == len(FIGURES) - 1
+    assert "--experiment" not in errors

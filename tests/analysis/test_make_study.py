@@ -24,6 +24,8 @@ def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback
     run = make_run(beta2=0.999, experiment="stability", **OF_STUDY)
     own = make_run(beta2=0.999, experiment="rms_and_loss", **OF_STUDY | {"scale": "demo"})
     runs = load_all(tmp_path / "runs")
+    pairs = make._slugs_and_scales(runs.summaries, None, None)
+    assert {("rms_and_loss", "mini"), ("rms_and_loss", "demo")} <= set(pairs)
     for scale, shown in (("mini", run), ("demo", own), (None, own)):
         _, about = make.draw("rms_and_loss", runs, tmp_path / "out", "", scale)
         assert [row["path"] for row in about["runs"]] == [str(shown)]

@@ -76,6 +76,16 @@ def test_a_loss_above_the_axis_has_a_marker_at_its_edge(make_run):
     assert set(marks.get_ydata()) == {ax.get_ylim()[1]} and ax.get_ylim()[1] < 0.6
 
 
+@pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])
+def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
+    row, frame = plot.sentence(runs, y="loss", band=band)
+    [ax] = drawn(row, frame)
+    bands = [each for each in ax.collections if not isinstance(each, LineCollection)]
+    assert len(ax.lines) == len(bands) == len(legend(ax)) == num
+    highest = max(path.vertices[:, 1].max() for band in bands for path in band.get_paths())
+    assert highest == frame["loss"].max()
+
+
 def test_last_values_are_points_with_mean_and_range(runs):
     row, frame = plot.sentence(runs, y="recall/top1", x="optimizer.lr")
     [ax] = drawn(row, frame)
