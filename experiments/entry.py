@@ -32,7 +32,8 @@ QUOTES = "\"'"
 class Sweep:
     """The sweep that the run of this process belongs to, for what it prints."""
 
-    own: str = ""  # overrides, without secrets, in which the run differs from the others
+    overrides: tuple[str, ...] = ()  # of the run, without secrets; none for a single run
+    own: str = ""  # those in which it differs from the others
     is_here: bool = False  # this process trains the runs one after another
 
 
@@ -144,7 +145,7 @@ def swept_runs(
     for number, run in enumerate(runs, 1):
         texts = tuple(map(_without_secrets, run.overrides))
         own = shlex.join(text for text in texts if text.partition("=")[0] in differing)
-        swept.append(SweptRun(task, run.config, number, Sweep(own, is_here)))
+        swept.append(SweptRun(task, run.config, number, Sweep(texts, own, is_here)))
     return swept
 
 

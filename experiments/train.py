@@ -17,7 +17,9 @@ import contextlib
 import os
 import sys
 import time
+from functools import partial
 
+from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,9 +27,12 @@ from experiments import entry
 from lowprec.config.schema import Config
 from lowprec.runs.attempts import STOPPED
 from lowprec.runs.identity import label
+from lowprec.sweep.status import number, print_table, setting_columns
 from lowprec.train.preflight import preflight
 from lowprec.train.ranks import place
 from lowprec.waiting import Waiting
+
+MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
 
 
 class ProgressBar:
@@ -96,11 +101,15 @@ class ProgressBar:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None) -> None:
-    """Trains a run, as its only process or as one rank; `expected`: see `train_run`."""
+def main(config: Config, expected: str | None = None, results: list | None = None) -> None:
+    """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
+
+    Appends the run's overrides, state and last row to `results`.
+    """
+    results = [] if results is None else results
     sys.stderr = sys.__stderr__  # see the end of this file
     preflight(config)
-    progress = ProgressBar(config)
+    progress, state = ProgressBar(config), "failed"
     # a refused command loads no torch
     from lowprec.train.build import pick_device
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
@@ -115,18 +124,36 @@ def main(config: Config, expected: str | None = None) -> None:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
                 ended = train_run(config, world, progress, expected)
+                state = ended.state if ended else "ended before"
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks
                 sys.exit(1)
             finally:
                 progress.close()
+                results.append((entry.sweep.overrides, state, progress.last))
     stops = ended is not None and ended.stop_requested and entry.sweep.is_here
     if stops or (ended is not None and ended.state == "preempted"):
         print("stopped; the same command continues" + " the sweep" * entry.sweep.is_here)
         sys.exit(STOPPED)
 
 
+def show_results(results: list[tuple[tuple[str, ...], str, dict]]) -> None:
+    """Prints a table of the runs of a sweep that were trained in this process."""
+    names, settings = setting_columns([overrides for overrides, _, _ in results])
+    scores = [key for key in MAIN_SCORES if any(key in row for _, _, row in results)]
+    rows = []
+    for values, (_, state, row) in zip(settings, results, strict=True):
+        numbers = [number(row, key) for key in ("loss", *scores)]
+        rows.append([*values, state, str(row.get("step", "")), *numbers])
+    print_table([*names, "state", "step", "loss", *scores], rows, Console())
+
+
 if __name__ == "__main__":
     if place()[2]:  # one rank per machine reports the faults of a command
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until main is reached)
-    entry.run_command(main, "train", preflight=preflight)
+    trained: list[tuple[tuple[str, ...], str, dict]] = []
+    try:
+        entry.run_command(partial(main, results=trained), "train", preflight=preflight)
+    finally:
+        if len(trained) > 1:
+            show_results(trained)

@@ -152,7 +152,14 @@ def _time_left(state: State, config: dict) -> str:
     return str(timedelta(seconds=min(round(images / state.images_per_s), 10**9)))
 
 
-def _print_table(names: list[str], rows: list[list[str]], console: Console) -> None:
+def setting_columns(runs: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The keys in which runs differ by their overrides, and each run's values."""
+    own = differing_values(runs)
+    keys = list(dict.fromkeys(key for values in own for key in values))
+    return keys, [[values.get(key, "") for key in keys] for values in own]
+
+
+def print_table(names: list[str], rows: list[list[str]], console: Console) -> None:
     """Prints a table without its empty columns; long values are folded, not cut."""
     filled = [i for i in range(len(names)) if any(row[i] for row in rows)]
     columns = [Column(re.sub(r"[./](?=\w\w)", "\n", names[i]), overflow="fold") for i in filled]
@@ -162,28 +169,27 @@ def _print_table(names: list[str], rows: list[list[str]], console: Console) -> N
     console.print(table)
 
 
-def _score(scores: dict, name: str) -> str:
-    """A loss, or a score in percent; empty if a run lacks it."""
+def number(row: dict, name: str) -> str:
+    """A loss, or a score in percent, of a row of metrics; empty if the row lacks it."""
     form = ".3f" if name.endswith("loss") else ".1%"
-    return f"{scores[name]:{form}}" if name in scores else ""
+    return f"{row[name]:{form}}" if name in row else ""
 
 
 def show(plan: Plan, run_states: list[State], queue: list | None, console: Console) -> None:
     """Prints a row per run: settings, progress, digest; then reasons, collapses, a summary."""
     scores = list(dict.fromkeys(name for state in run_states for name in state.scores))[:1]
-    own = differing_values([run.overrides for run in plan.runs])
-    keys = list(dict.fromkeys(key for values in own for key in values))
+    keys, settings = setting_columns([run.overrides for run in plan.runs])
     names = ["run", *(keys or ["label"]), "state", "step", "last loss", *scores]
     rows, lines = [], []
-    for state, run, settings in zip(run_states, plan.runs, own, strict=True):
-        name = " ".join(f"{key}={value}" for key, value in settings.items()) or run.label
+    for state, run, values in zip(run_states, plan.runs, settings, strict=True):
+        own = zip(keys, values, strict=True)
+        name = " ".join(f"{key}={value}" for key, value in own if value) or run.label
         step = f"{state.step}/{run.config['num_steps']}"
         loss = "" if state.loss is None else f"{state.loss:.3f}"
-        numbers = [_score(state.scores, key) for key in scores]
+        numbers = [number(state.scores, key) for key in scores]
         numbers += ["" if state.images_per_s is None else f"{state.images_per_s:,.0f}"]
         numbers += [_time_left(state, run.config), run.directory.rpartition("-")[2]]
-        values = [settings.get(key, "") for key in keys] or [run.label]
-        rows.append([str(run.index), *values, state.state, step, loss, *numbers])
+        rows.append([str(run.index), *(values or [run.label]), state.state, step, loss, *numbers])
         if state.reason:
             line = f"run {run.index} ({name}) {state.state}: {state.reason}"
             log = plan.log_of(run.index)
@@ -194,7 +200,7 @@ def show(plan: Plan, run_states: list[State], queue: list | None, console: Conso
                 lines.append(f"run {run.index} ({name}) collapsed: {event['collapsed']}")
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
-    _print_table([*names, "images/s", "left", "folder"], rows, console)
+    print_table([*names, "images/s", "left", "folder"], rows, console)
     parents = dict.fromkeys(plan.directory_of(run.index).parent for run in plan.runs)
     folders = [f"folders: {parent}/*-FOLDER" for parent in parents]
     for line in (*folders, *lines, summary(run_states)):
