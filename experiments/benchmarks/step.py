@@ -93,7 +93,10 @@ def main(config: StepConfig) -> None:
 
     def facts(case: str) -> dict:
         optimizer = config.optimizer.name if case in RECIPES else "torch.optim.AdamW, fused"
-        return {"batches": "in memory" if config.preloaded else "loaded", "optimizer": optimizer}
+        batches = "in memory" if config.preloaded else "loaded"
+        if config.data.fast_decoding and case in RECIPES and not config.preloaded:
+            batches += ", data.fast_decoding"
+        return {"batches": batches, "optimizer": optimizer}
 
     lines = Lines(config.run_dir, "step", device)
     run_cases(config, lines, lambda case: measure(config, case), check, facts)
