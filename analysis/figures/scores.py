@@ -3,6 +3,7 @@
 import re
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -201,6 +202,13 @@ def rates(frame: pd.DataFrame) -> dict[float, str]:
     return names
 
 
+def recall_and_size(runs: Runs) -> pd.DataFrame:
+    """R@1 and E[abs(x)] of the last vision block, both at the end of each run."""
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    columns = (*measures.OF_A_RUN, "recall", "size")
+    return measures.by_run(runs, heads, columns, partial(measures.last_size, share=1))
+
+
 def ended_at_several_rates(heads: pd.DataFrame) -> pd.DataFrame:
     """The runs that ended, of the precisions that ran at several rates if a model has some."""
     heads = heads[heads["state"].isin(ENDED)]
@@ -331,6 +339,24 @@ FIGURES = {
         facet=by_model,
         text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean); gray: "
         f"{MARGIN:g}%, the margin of equality.",
+    ),
+    "interventions": Points(
+        studies=("interventions", "lr_map", "weight_gradient", "equality"),
+        same_but=("optimizer.lr",),
+        where=in_16_bits_beside("interventions"),
+        table=recall_and_size,
+        x=(Axis(column="lr", label="peak learning rate", names=lambda frame: {
+            lr: naming.number(lr) for lr in sorted(set(frame["lr"]))}),),
+        y=(
+            SCORES[0],
+            Axis(column="size", label=r"$\mathrm{E}[|x|]$ of the last vision block", log=True),
+        ),
+        hue="intervention",
+        order=tuple(naming.INTERVENTIONS),
+        look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
+        name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
+        means="line",
+        text="Both at the end of training in 16 bits.",
     ),
     "attention_logits": Points(
         studies=("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch", "optimizers",

@@ -68,6 +68,7 @@ STUDIES = {  # experiment: what its runs differ in
         for model in ("vit_b14", "vit_l14", "vit_h14")
         for precision in ({"recipe": "high"}, {"recipe": "llm_int8"}, INT8_GRADIENT)
     ],
+    "interventions": [dict(model="vit_h14", intervention=change, lr=2e-3) for change in CHANGES],
     "lr_map": [dict(model="vit_h14", recipe=r, lr=2e-3) for r in ("high", "llm_int8")],
     "rounding": [dict(model="mini_l", lr=1e-3 + 2e-10 * k) for k in (1, 2)],
 }
