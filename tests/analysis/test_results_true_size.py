@@ -250,3 +250,97 @@ def test_sentences_on_learning_rates_are_those_of_the_records(rates):
     assert f"{at_150[1e-3].min():.1f} to {at_150[1e-3].max():.1f} at 1e-3" in page
     bf16 = rates["recall"].loc["bf16"]
     assert f"reaches {bf16[2.5e-4]:.1f}% at 2.5e-4 instead of {bf16[5e-4]:.1f}% at 5e-4" in PAGE
+
+
+@pytest.fixture(scope="module")
+def changed(everything):
+    """bf16 runs of ViT-H/14 by change of the model, learning rate and seed."""
+    at = everything.summaries
+    is_its = (at["scale"] == "true_size") & (at["model.name"] == "vit_h14")
+    runs = everything.where(is_its & (at["precision.label"] == "bf16"))
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    for row, run in heads["run"].items():
+        one = runs.only(run)
+        loss = one.metrics.set_index("step")["loss"]
+        median = loss.rolling(21, center=True).median().loc[101:]
+        heads.loc[row, "excursion"] = (median - median.cummin()).max()
+        heads.loc[row, "at_150"] = loss.loc[145:155].median()
+        heads.loc[row, "logit"] = one.tensors("*resblocks.*", "logit_max").iloc[-1, 2:].max()
+        features = one.series(paper.BLOCK.format(LAST["vit_h14"]), "feature_mean")
+        heads.loc[row, ["begin", "end"]] = features[1], features[1500]
+        first = one.series(paper.BLOCK.format(0), "feature_mean")
+        heads.loc[row, "depth"] = features[1500] / first[1500]
+        heads.loc[row, "ms"] = one.timing["step_ms"].median()
+    above = heads["validation_loss"] - heads["validation_loss"].min()
+    is_worse = [above <= size_judges.TRAINS, above < size_judges.FAILS]
+    heads["outcome"] = np.select(is_worse, ["trains", "degraded"], "fails")
+    heads = heads.assign(above=above, growth=heads["end"] / heads["begin"])
+    return heads.set_index(["intervention", "lr", "seed"]).sort_index()
+
+
+@pytest.mark.slow
+def test_table_of_the_papers_rate_is_that_of_the_records(changed):
+    columns = {"validation_loss": "{:.2f}", "recall": "{:.1f}", "outcome": "{}"}
+    columns |= {"excursion": "{:.2f}", "begin": "{:.1f}", "end": "{:.1f}", "logit": "{:,.0f}"}
+    names = {text: name for name, (text, _) in naming.INTERVENTIONS.items()}
+    rows = rows_of("| learning rate | change (bf16) |")
+    for rate, change, seed, *found in rows:
+        cells = changed.loc[(names[change], float(rate), int(seed)), list(columns)]
+        assert found == list(map(str.format, columns.values(), cells)), (rate, change, seed)
+    at_high = changed[changed.index.get_level_values("lr") >= 1e-3]
+    assert len(rows) == len(at_high) == 12
+    span = "{:.1f} to {:.1f}".format(*at_high["at_150"].agg(["min", "max"]))
+    assert f"12 runs learn: the loss at step 150 is {span} (chance: 6.9)" in words_of("true_size")
+
+
+@pytest.mark.slow
+def test_sentences_on_the_papers_rate_are_those_of_the_records(changed):
+    page, high = words_of("true_size"), changed.loc[:, 1e-3:, :]
+    kq, none, zero = (high.loc[name] for name in ("kq_norm", "none", "zero_init"))
+    gains = [f"{gain:.1f}" for gain in kq["recall"] - none["recall"]]
+    assert "by {} and {} points at 1e-3, by {} and {} at 2e-3".format(*gains) in page
+    gains = [f"{gain:.1f}" for gain in zero["recall"] - none["recall"]]
+    assert "R@1 is {} and {} points higher at 1e-3, and {} and {} at 2e-3".format(*gains) in page
+    apart = zero["recall"].groupby("lr").agg(np.ptp)
+    assert f"by up to {apart.max():.1f} points of R@1 (zero-init" in page
+    by_rate = changed.loc["none", "recall"].groupby("lr").mean()
+    assert f"The best of the 12 runs reaches {high['recall'].max():.1f}%" in page
+    lower = f"reaches {by_rate[5e-4]:.1f}% at 5e-4 (two seeds), {by_rate[3.5e-4]:.1f}% at 3.5e-4"
+    assert f"{lower} and {by_rate[2.5e-4]:.1f}% at 2.5e-4" in page
+    above = pd.concat([kq, zero])["above"]
+    assert f"they end {above.min():.2f} to {above.max():.2f} nats above the best bf16 run" in page
+    text = "KQ layer norm takes {:.0f} to {:.0f} ms, one without a change {:.0f} to {:.0f}"
+    ends = [*kq["ms"].agg(["min", "max"]), *none["ms"].agg(["min", "max"])]
+    assert text.format(*ends) in page
+    text = "attention logits end at {:.0f} to {:.0f} and features at {:.0f} to {:.0f}."
+    ends = [*kq["logit"].agg(["min", "max"]), *kq["end"].agg(["min", "max"])]
+    assert text.format(*ends) in page
+    text = "features end at {:.1f} to {:.1f} and logits at {:,.0f} to {:,.0f};"
+    ends = [*zero["end"].agg(["min", "max"]), *zero["logit"].agg(["min", "max"])]
+    assert text.format(*ends) in page
+    ends = none["logit"].agg(["min", "max"])
+    assert "without a change, logits end at {:,.0f} to {:,.0f}".format(*ends) in page
+    text = "become {:.2f} to {:.2f} times as large, without a change {:.0f} to {:.0f} times"
+    ends = [*zero["growth"].agg(["min", "max"]), *none["growth"].agg(["min", "max"])]
+    assert text.format(*ends) in page and none["growth"].idxmin() == (1e-3, 1)
+    ends = changed.loc["none", "growth"][3.5e-4].agg(["min", "max"])
+    assert "In bf16 at 3.5e-4, they become {:.1f} to {:.1f} times as large".format(*ends) in page
+    text = "{:.2f} to {:.2f} times as large in the last block as in the first, where they reach"
+    assert text.format(*none["depth"].agg(["min", "max"])) in page
+    ends = (none["end"] / none["depth"]).agg(["min", "max"])
+    assert "where they reach {:.0f} to {:.0f}.".format(*ends) in page
+    at_half = {f"they are {depth:.1f} times as" for depth in changed.loc["none", "depth"][5e-4]}
+    assert len(at_half) == 1 and at_half.pop() in page
+    ends = "{:.2f} to {:.2f}".format(*zero["depth"].agg(["min", "max"]))
+    assert f"With zero-init layer-scale, they are {ends} times as large" in page
+    large = high["excursion"] > 0.5
+    assert large.sum() == large.loc[["none", "zero_init"], 2e-3].sum() == 3
+    assert f"but at most {high['recall'].max():.0f}%" in PAGE
+    assert "norm reaches {:.0f}% and {:.0f}% R@1, not 60%".format(*kq["recall"][2e-3]) in PAGE
+
+
+def test_growth_of_features_in_short_is_that_of_the_claims():
+    times = r"([\d.]+) times as large at the last record as at the first \(medians of "
+    pattern = rf"{times}3 runs\).*?{times}4 runs\)"
+    none, zero = numbers("C5", "zero-init layer-scale stops the growth with training, t", pattern)
+    assert f"{zero:.2f} instead of {none:.0f} times (medians of 4 and 3 runs" in words_of("rows")
