@@ -64,7 +64,8 @@ def kernel_ms(call: Callable, device: torch.device) -> float:
     if torch.autograd._profiler_enabled():
         return math.nan
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else CUDA 12 may crash in later CUDA graphs
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # or it warns
         call()
         torch.cuda.synchronize(device)
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1000 or math.nan
