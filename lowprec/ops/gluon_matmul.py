@@ -1,9 +1,10 @@
-"""Gluon kernel for `reference.matmul` on Hopper: int8 or fp8 products with fused scales and bias.
+"""Gluon kernels for `reference.matmul` on Hopper: int8 or fp8 products with fused scales and bias.
 
 One program per multiprocessor loops over output tiles, or over parts of their sums. A producer warp
 loads operands by TMA into a ring of stages; each of two warpgroups multiplies half the rows of a
 tile. While one warpgroup scales, rounds and stores its rows, the other can multiply, and the
-producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes.
+producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes. Scales may
+belong to tiles of 128 terms: then each warpgroup adds scaled products in float32.
 """
 
 import torch
@@ -25,6 +26,7 @@ HALF_M = gl.constexpr(64)  # rows of a tile that a warpgroup multiplies
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(128)
+HALF_N = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 GROUP_M = gl.constexpr(8)  # rows of output tiles that reuse cached columns of b
 HOPPER_TILE = {"BLOCK_M": BLOCK_M.value, "BLOCK_N": BLOCK_N.value, "BLOCK_K": BLOCK_K.value}
@@ -134,21 +136,134 @@ def _store(output, m0, n0, out_desc, buffer):
 
 
 @gluon.jit
-def _matmul_hopper_kernel(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
-    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
+def _multiply_scaled_tiles(
+    HALF: gl.constexpr, ring, output, scales, bias_ptr, sizes,
+    B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
+    """`_multiply_tiles` for scales of BLOCK_K terms: float32 sums hold what has been scaled.
+
+    A warpgroup has registers for these sums and for the product of half the columns.
+    """
+    M, N, K, K_PART = sizes
+    a_ring, b_ring, full, empty = ring
+    out_desc, out_buffers = output
+    a_scale_ptr, b_scale_ptr, b_scales, stride_am, stride_ak, stride_bn, stride_bk = scales
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
+    loaded: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    zeros = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
+    step = 0
+    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
+        m0 += HALF * HALF_M
+        m = m0 + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+        n = n0 + gl.arange(0, BLOCK_N, loaded)
+        a_ptrs, b_ptrs = a_scale_ptr + m * stride_am, b_scale_ptr + n * stride_bn
+        left, right = zeros, zeros
+        a_scale = gl.load(a_ptrs + first // BLOCK_K * stride_ak, mask=m < M, other=0.0)
+        if B_ROWS:
+            b_scale = gl.load(b_ptrs + first // BLOCK_K * stride_bk, mask=n < N, other=0.0)
+        for k in range(first, last, BLOCK_K):
+            stage, buffer = step % STAGES, b_scales.index(2 * HALF + step % 2)
+            if B_ROWS:
+                buffer.store(b_scale)
+                of_left, of_right = buffer.slice(0, HALF_N), buffer.slice(HALF_N, HALF_N)
+            else:
+                row, b_row = n0 // HALF_N, b_scale_ptr + k // BLOCK_K * stride_bk
+                of_left = gl.load(b_row + row * stride_bn)
+                of_right = gl.load(b_row + gl.minimum(row + 1, (N - 1) // HALF_N) * stride_bn)
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            a, b = a_ring.index(stage).slice(HALF * HALF_M, HALF_M), b_ring.index(stage)
+            b_left, b_right = b.slice(0, HALF_N), b.slice(HALF_N, HALF_N)
+            product = warpgroup_mma(a, b_left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            # The next scales arrive while the tensor cores multiply.
+            next_tile = gl.minimum(k + BLOCK_K, last - 1) // BLOCK_K
+            next_scale = gl.load(a_ptrs + next_tile * stride_ak, mask=m < M, other=0.0)
+            if B_ROWS:
+                b_scale = gl.load(b_ptrs + next_tile * stride_bk, mask=n < N, other=0.0)
+            product = warpgroup_mma_wait(0, deps=[product])
+            left = _add_scaled(left, product, a_scale, of_left, layout, B_ROWS)
+            # This wait returns at once. Without it, the assembler would scale the left product
+            # while it computes the right one and spill registers.
+            mbarrier.wait(full.index(stage), step // STAGES & 1)
+            product = warpgroup_mma(a, b_right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(stage))
+            right = _add_scaled(right, product, a_scale, of_right, layout, B_ROWS)
+            a_scale = next_scale
+            step += 1
+        row = part * gl.cdiv(M, BLOCK_M) * BLOCK_M + m0
+        place = (out_desc, out_buffers.index(HALF), row)
+        _add_bias_and_store(left, n0, N, bias_ptr, place, BIAS)
+        _add_bias_and_store(right, n0 + HALF_N, N, bias_ptr, place, BIAS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _add_bias_and_store(sums, n0, N, bias_ptr, place, BIAS: gl.constexpr):
+    """Stores sums at columns from n0 on of the row in `place`."""
+    out_desc, buffer, row = place
+    n = n0 + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    sums = gluon_finish(sums, 1.0, 1.0, gluon_load_bias(bias_ptr, n, N, BIAS), BIAS)
+    _store(sums, row, n0, out_desc, buffer)
+
+
+@gluon.jit
+def _add_scaled(sums, product, a_scale, b_scale, layout: gl.constexpr, B_ROWS: gl.constexpr):
+    """`sums + product * a_scale * b_scale`, not reordered with later barriers."""
+    if B_ROWS:
+        columns: gl.constexpr = gl.SliceLayout(0, layout)
+        sums += product * a_scale[:, None] * b_scale.load(columns)[None, :]
+    else:
+        sums += product * (a_scale * b_scale)[:, None]
+    return gl.inline_asm_elementwise("", "=f,0", [sums], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _make_ring(a_desc, b_desc):
+    """Stages for blocks of both operands, and the barriers that say which are full or empty."""
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    buffers: gl.constexpr = [2, HALF_M, out_desc.block_shape[1]]
-    out_buffers = gl.allocate_shared_memory(out_desc.dtype, buffers, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # of two warpgroups
     fence_async_shared()
-    ring = (a_ring, b_ring, full, empty)
+    return a_ring, b_ring, full, empty
+
+
+@gluon.jit
+def _matmul_tiles_hopper_kernel(
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    stride_am, stride_ak, stride_bn, stride_bk, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    ring = _make_ring(a_desc, b_desc)
+    buffers: gl.constexpr = [2, HALF_M, out_desc.block_shape[1]]
+    out_buffers = gl.allocate_shared_memory(out_desc.dtype, buffers, out_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    b_scales = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N if B_ROWS else 32], plain)
+    output = (out_desc, out_buffers)
+    scales = (a_scale_ptr, b_scale_ptr, b_scales, stride_am, stride_ak, stride_bn, stride_bk)
+    sizes = (M, N, K, K_PART)
+    gl.warp_specialize(
+        [
+            (_multiply_scaled_tiles, (0, ring, output, scales, bias_ptr, sizes, B_ROWS, BIAS)),
+            (_multiply_scaled_tiles, (1, ring, output, scales, bias_ptr, sizes, B_ROWS, BIAS)),
+            (_load_tiles, (a_desc, b_desc, ring, M, N, K, K_PART)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@gluon.jit
+def _matmul_hopper_kernel(
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    ring = _make_ring(a_desc, b_desc)
+    buffers: gl.constexpr = [2, HALF_M, out_desc.block_shape[1]]
+    out_buffers = gl.allocate_shared_memory(out_desc.dtype, buffers, out_desc.layout)
     output = (out_desc, out_buffers)
     factors = (a_scale_ptr, b_scale_ptr, bias_ptr)
     gl.warp_specialize(
@@ -176,3 +291,18 @@ def plan_hopper(
     )
     grid = (min(num_sms(device), tiles),)
     return Launch(_matmul_hopper_kernel, grid, sizes, blocks, **constants, num_warps=4)
+
+
+def plan_scaled_tiles(
+    device: torch.device, out_dtype: torch.dtype, integers: tuple, tiles: int, b_rows: bool, bias
+) -> Launch:
+    """`plan_hopper` for scales of tiles, whose strides follow the sizes."""
+    stored = (STORED_BYTES // 2 if b_rows else STORED_BYTES) // out_dtype.itemsize
+    blocks = (
+        [BLOCK_M.value, BLOCK_K.value],
+        [BLOCK_N.value, BLOCK_K.value],
+        [HALF_M.value, stored],
+    )
+    grid = (min(num_sms(device), tiles),)
+    constants = {"B_ROWS": b_rows, "BIAS": bias, "num_warps": 4}
+    return Launch(_matmul_tiles_hopper_kernel, grid, integers, blocks, **constants)

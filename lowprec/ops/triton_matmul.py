@@ -1,6 +1,6 @@
 """Triton kernel for `reference.matmul`: int8 or fp8 products with fused scales and bias.
 
-`_matmul_kernel` handles all shapes; `gluon_matmul` replaces it on Hopper where rows are multiples
+The kernels here handle all shapes; `gluon_matmul` replaces them on Hopper where rows are multiples
 of 16 bytes. int8 accumulates in int32, fp8 in the matrix unit; scales of tiles are applied in
 float32 after each tile (`_matmul_tiles_kernel`). A sum is split into parts if there are too few
 output tiles for all multiprocessors or too many int8 terms for int32; then each part stores a
@@ -13,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.ops.epilogue import finish, load_bias, load_scales
-from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper
+from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper, plan_scaled_tiles
 from lowprec.ops.launch import ALIGNMENT, Launch, plan
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
 from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
 MIN_PART = 2048  # terms of a sum; on an H100, shorter parts are rarely faster
+STEP_BYTES = 3_300_000  # that an H200 moves while all multiprocessors add 128 scaled terms
 GROUP_M = 8  # rows of output tiles that reuse cached columns of b
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 SCALED_TILE = TILE | {"BLOCK_N": TILE_TERMS, "BLOCK_K": TILE_TERMS, "num_stages": 4}
@@ -122,16 +123,17 @@ def matmul(
     """
     M, N, K, has_tiles = sizes_of(a_MK, b_NK, a_scale, b_scale, bias)
     a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
+    is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
     bias = None if bias is None else bias.contiguous()
     if M * N == 0:
         return torch.empty(M, N, dtype=dtype, device=a_MK.device)
     dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
     if has_tiles:
         strides = (a_MK.stride(0), b_NK.stride(0), *a_scale.stride(), *b_scale.stride())
-        planned = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_scale.shape[0] == N)
+        b_rows = b_scale.shape[0] == N
+        planned = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_rows, is_aligned)
     else:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-        is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
         per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
         strides = (a_MK.stride(0), b_NK.stride(0))
         planned = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
@@ -146,15 +148,20 @@ def matmul(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-def _split(device, dtypes, sizes, tile) -> tuple[int, int, int, tuple[int, int, int] | None]:
+def _split(
+    device, dtypes, sizes, tile, in_waves=False
+) -> tuple[int, int, int, tuple[int, int, int] | None]:
     """Number of output tiles, of parts of the sum, and of terms in a part, whole steps of BLOCK_K.
 
-    Last the shape in which the kernel stores the parts, or None if there is one.
+    Last the shape in which the kernel stores the parts, or None if there is one. `in_waves`: there
+    may be more parts than fit on all multiprocessors at once; see `_parts_in_waves`.
     """
     M, N, K = sizes
     tiles_m, tiles_n = triton.cdiv(M, tile["BLOCK_M"]), triton.cdiv(N, tile["BLOCK_N"])
     tiles = tiles_m * tiles_n
     parts = min(num_sms(device) // tiles, K // MIN_PART)
+    if in_waves:
+        parts = _parts_in_waves(tiles, sizes, num_sms(device))
     if dtypes[0] == torch.int8:
         parts = max(parts, triton.cdiv(K, MAX_INT8_TERMS))
     if parts <= 1:
@@ -164,11 +171,33 @@ def _split(device, dtypes, sizes, tile) -> tuple[int, int, int, tuple[int, int, 
     return tiles, parts, terms, (parts, tiles_m * tile["BLOCK_M"], N) if parts > 1 else None
 
 
+def _parts_in_waves(tiles: int, sizes: tuple, sms: int) -> int:
+    """The number of parts that takes least time: most of `sms` may idle in the last wave of tiles.
+
+    Time is counted in bytes moved: whole waves of steps of a tile, and parts stored and added.
+    """
+    M, N, K = sizes
+
+    def cost(parts: int) -> int:
+        steps = triton.cdiv(tiles * parts, sms) * triton.cdiv(K, parts * TILE_TERMS)
+        return steps * STEP_BYTES + (8 * parts * M * N if parts > 1 else 0)
+
+    return min(range(1, K // MIN_PART + 1), key=cost, default=1)
+
+
 @plan
-def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> tuple[Launch, tuple | None]:
+def _plan_tiles(
+    device, dtypes, sizes, strides, b_rows: bool, is_aligned: bool
+) -> tuple[Launch, tuple | None]:
     """The launch and the shape of parts, from dtypes as in `_plan` and strides of all operands."""
-    tiles, parts, terms, shape = _split(device, dtypes, sizes, SCALED_TILE)
+    on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides[:2]) and _is_hopper(device)
+    tile = HOPPER_TILE if on_hopper else SCALED_TILE
+    tiles, parts, terms, shape = _split(device, dtypes, sizes, tile, on_hopper)
     has_bias = dtypes[3] is not None and parts == 1
+    if on_hopper:
+        stored = dtypes[2] if parts == 1 else torch.float32
+        integers = (*sizes, terms, *strides[2:])
+        return plan_scaled_tiles(device, stored, integers, tiles * parts, b_rows, has_bias), shape
     constants = {"B_ROWS": b_rows, "BIAS": has_bias, "GROUP_M": GROUP_M} | SCALED_TILE
     integers = (*sizes, terms, *strides)
     return Launch(_matmul_tiles_kernel, (tiles, parts), integers, **constants), shape
@@ -177,10 +206,8 @@ def _plan_tiles(device, dtypes, sizes, strides, b_rows: bool) -> tuple[Launch, t
 @plan
 def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
     """The launch and the shape of parts, from dtypes of a, b, output and bias (or None)."""
-    row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)  # operands have one byte per number
-    is_whole = sizes[2] > 0 and is_aligned and all(size % ALIGNMENT == 0 for size in row_bytes)
     is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
-    on_hopper = is_whole and _is_hopper(device)
+    on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides) and _is_hopper(device)
     tile = HOPPER_TILE if on_hopper else ODD_TILE if is_odd else TILE
     tiles, parts, terms, shape = _split(device, dtypes, sizes, tile)
     has_bias = dtypes[3] is not None and parts == 1
@@ -192,6 +219,12 @@ def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[La
     constants |= tile | {"ACC": sums, "GROUP_M": GROUP_M}
     integers = (*sizes, terms, *strides)
     return Launch(_matmul_kernel, (tiles, parts), integers, **constants), shape
+
+
+def _has_whole_rows(dtypes, sizes, strides) -> bool:
+    """Whether rows of the operands, one byte per number, and the output are whole 16 bytes."""
+    row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)
+    return sizes[2] > 0 and all(size % ALIGNMENT == 0 for size in row_bytes)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -71,7 +71,9 @@ def _gelu_backward(features, format):
 
 def _matmul_tiles(weight: bool, n=1280, k=5120, m=4096):
     tiles = k // 128
-    b_scale = _tensor(n // 128, tiles, dtype=FP32) if weight else _tensor(tiles, n, dtype=FP32).T
+    b_scale = (
+        _tensor(-(-n // 128), tiles, dtype=FP32) if weight else _tensor(tiles, n, dtype=FP32).T
+    )
     matmul.matmul(
         _tensor(m, k, dtype=FP8), _tensor(n, k, dtype=FP8), _tensor(tiles, m, dtype=FP32).T,
         b_scale, None, BF16,
@@ -147,6 +149,7 @@ CASES = {  # name: (launches, architectures)
         partial(_matmul, FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), HOPPER,
     ),
     "e4m3 in tiles to bf16": (partial(_matmul_tiles, True), HOPPER),
+    "e4m3 in tiles to bf16, odd sizes": (partial(_matmul_tiles, True, n=1284), HOPPER),
     "e4m3 in tiles to bf16, grad_weight": (partial(_matmul_tiles, False), HOPPER),
     "e4m3 in tiles to bf16, grad_weight in parts": (
         partial(_matmul_tiles, False, k=33792, **NARROW), HOPPER,

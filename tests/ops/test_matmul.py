@@ -49,23 +49,25 @@ def make_scale(rows, device, seed):
     return (torch.rand(rows, 1, generator=generator) * 1e-2 + 1e-4).to(device)
 
 
-def launch_with(name, replacement, *arguments):
-    """The product with a member of the module replaced."""
+def launch_with(names, replacement, *arguments):
+    """The product with members of the module replaced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, name, replacement)
-        patch.setattr(kernels, "_plan", kernels._plan.__wrapped__)  # without its cache
+        for name in names:
+            patch.setattr(kernels, name, replacement)
+        for plan in ("_plan", "_plan_tiles"):
+            patch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)  # without its cache
         return kernels.matmul(*arguments)
 
 
 def launch_general(*arguments):
     """By the kernel that handles all shapes, also on Hopper."""
-    return launch_with("_is_hopper", lambda device: False, *arguments)
+    return launch_with(["_is_hopper"], lambda device: False, *arguments)
 
 
 def launch_hopper(*arguments):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("not a Hopper GPU")
-    return launch_with("_matmul_kernel", None, *arguments)
+    return launch_with(["_matmul_kernel", "_matmul_tiles_kernel"], None, *arguments)
 
 
 ON_HOPPER = pytest.param(launch_hopper, id="hopper", marks=pytest.mark.gpu)
@@ -141,16 +143,25 @@ def test_fp8_matches_reference_within_rounding(device, dtype, formats, launch):
     assert ((result.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("shape", [(150, 200, 300), (33, 130, 100), (40, 16, 1), (128, 256, 384)])
+@pytest.mark.parametrize(
+    "launch, shape",
+    [
+        *((launch_general, (150, 200, 300)), (launch_general, (33, 130, 100))),
+        *((launch_general, (40, 16, 1)), (launch_general, (128, 256, 384))),
+        pytest.param(launch_hopper, (128, 256, 384), marks=pytest.mark.gpu),
+        pytest.param(launch_hopper, (300, 400, 1040), marks=pytest.mark.gpu),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 @pytest.mark.parametrize("tile", ["1x128", "128x128"])
-def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
+def test_scales_of_tiles_match_reference_within_rounding(device, tile, launch, shape):
     m, n, k = shape
     x, w = (torch.randn(rows, k, device=device).exp() for rows in (m, n))
     (a, a_scale), (b, b_scale) = (reference.quantize(x, E4M3, "1x128") for x in (x, w))
     if tile == "128x128":
         b, b_scale = reference.quantize(w, E4M3, tile)
     bias = torch.randn(n, device=device)
-    result = kernels.matmul(a, b, a_scale, b_scale, bias, torch.float32)
+    result = launch(a, b, a_scale, b_scale, bias, torch.float32)
     expected = reference.matmul(a, b, a_scale, b_scale, bias, torch.float32)
     exact = x.double() @ w.double().T  # a sum of positive terms
     assert (
@@ -158,8 +169,8 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
     ).all()
     assert (result - bias - exact).norm() <= 0.05 * exact.norm()
     a_scale[7, 0] = torch.nan
-    kernels.matmul(a, b, a_scale, b_scale, None, torch.float32)
-    result = kernels.matmul(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
+    launch(a, b, a_scale, b_scale, None, torch.float32)
+    result = launch(a, b, a_scale, b_scale, None, torch.bfloat16).isnan()
     assert result[7].all() and result.sum() == n
 
 
@@ -172,8 +183,6 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, shape):
 )
 @pytest.mark.usefixtures("forgotten_plans")
 def test_parts_of_a_sum_add_up(device, monkeypatch, shape, launch, kind):
-    if launch is launch_hopper and "tiles" in kind:
-        pytest.skip("has no kernel of its own on Hopper")
     planned, split = [], kernels._split
     monkeypatch.setattr(
         kernels, "_split", lambda *facts: planned.append(split(*facts)) or planned[-1]
@@ -195,6 +204,17 @@ def test_parts_of_a_sum_add_up(device, monkeypatch, shape, launch, kind):
         arguments = (a, b, a_scale, b_scale, bias, out)
         assert torch.equal(launch(*arguments), reference.matmul(*arguments))  # sums are exact
     assert all(parts > 1 for _, parts, *_ in planned) and len(planned) == 2
+
+
+def test_parts_fill_the_last_wave_of_tiles():
+    for tiles, sizes, fastest in (  # measured on an H200
+        (72, (3072, 768, 32768), 5),
+        (200, (5120, 1280, 32768), 3),
+        (2048, (16384, 4096, 32768), 1),
+        (1280, (32768, 1280, 5120), 1),
+        (3, (300, 528, 128), 1),
+    ):
+        assert kernels._parts_in_waves(tiles, sizes, sms=132) == fastest
 
 
 @pytest.mark.parametrize(
