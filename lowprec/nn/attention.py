@@ -57,7 +57,7 @@ class Attention(KeepsRecipe, nn.MultiheadAttention):
         qkv = self.in_proj(x)
         mask = None if self.causal else attn_mask
         has_norm = not isinstance(self.ln_q, nn.Identity)
-        if mask is None and not has_norm and ops.takes_attention(qkv, self.num_heads):
+        if mask is None and not has_norm and ops.takes_attention(qkv, self.num_heads, self.causal):
             heads = _ShortAttention.apply(qkv, self.num_heads, self.causal)
         else:
             heads = self._attend(qkv, mask)

@@ -2,7 +2,8 @@
 
 A program holds the whole sequence, so the backward pass recomputes the weights from queries and
 keys and needs neither the output nor a second kernel. Queries, keys and values are read from the
-packed product and their gradients are written in its layout.
+packed product and their gradients are written in its layout. `triton_attention_129` has kernels for
+129 tokens.
 `F.scaled_dot_product_attention` is the definition.
 
 Block sizes are powers of two. To waste less work, tokens are split into two parts: the first A
@@ -14,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowprec.ops import triton_attention_129
 from lowprec.ops.launch import Launch, plan
 
 DTYPES = (torch.bfloat16, torch.float16)  # float32 products would not use tensor cores
@@ -193,21 +195,23 @@ def _attention_backward_kernel(
         _store(grad_v_ptr, grad_v_b, b, stride, tokens, head_width, BLOCK_D)
 
 
-def takes(qkv: Tensor, num_heads: int) -> bool:
+def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
     """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
 
     It requires 16 bits and a GPU of compute capability 8.0 or higher. GPUs before Hopper take up to
     64 tokens and heads up to 64 wide; later ones also take either heads up to 128 wide or up to 96
-    tokens. Larger sizes would spill registers.
+    tokens, and, without a causal mask, 129 tokens with heads up to 80 wide. Larger sizes would
+    spill registers.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads
-    if not (qkv.is_cuda and qkv.dtype in DTYPES and 0 < tokens <= 96 and head_width <= 128):
+    if not (qkv.is_cuda and qkv.dtype in DTYPES and 0 < tokens <= 129 and head_width <= 128):
         return False
     is_small = tokens <= 64 and head_width <= 64
-    is_medium = tokens <= 64 or head_width <= 64
+    is_medium = tokens <= 64 or (tokens <= 96 and head_width <= 64)
+    is_129 = tokens == 129 and head_width <= 80 and not is_causal
     major, _ = torch.cuda.get_device_capability(qkv.device)
-    return is_small if major == 8 else is_medium and major > 8
+    return is_small if major == 8 else (is_medium or is_129) and major > 8
 
 
 def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[int, int, int]:
@@ -263,6 +267,9 @@ def _plan_backward(device, dtype, *sizes: int) -> Launch:
 def _plan(kernel, batch: int, tokens: int, packed_width: int, num_heads: int, is_causal: bool):
     """One program for each head of a sample."""
     head_width = packed_width // 3 // num_heads
+    if tokens == triton_attention_129.BLOCK + 1 and not is_causal:
+        is_backward = kernel is _attention_backward_kernel
+        return triton_attention_129.plan(is_backward, batch, head_width, num_heads)
     first, last = _parts(tokens)
     return Launch(
         kernel,

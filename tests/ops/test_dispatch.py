@@ -126,13 +126,16 @@ def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability
             (96, 128, torch.bfloat16, GPU, is_hopper),
             (97, 128, torch.bfloat16, GPU, False),
             (65, 130, torch.bfloat16, GPU, False),
+            (129, 160, torch.bfloat16, GPU, is_hopper),
+            (129, 162, torch.bfloat16, GPU, False),
             (64, 258, torch.bfloat16, GPU, False),
             (64, 128, torch.float32, GPU, False),
             (64, 128, torch.bfloat16, CPU, False),
             (0, 128, torch.bfloat16, GPU, False),
         ):
             qkv = torch.empty(2, tokens, 3 * width, dtype=dtype, device=device)
-            assert ops.takes_attention(qkv, 2) == takes
+            assert ops.takes_attention(qkv, 2, is_causal=False) == takes
+            assert ops.takes_attention(qkv, 2, is_causal=True) == (takes and tokens < 129)
 
 
 def test_all_ops_are_compared_with_their_fakes():
