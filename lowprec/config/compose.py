@@ -135,7 +135,7 @@ def explain(entry: str, schema: type) -> str:
             yield f"{prefix}{name}={text}  {doc}" + f" ({choices})" * bool(choices)
 
     text = "\n".join(lines(schema, _plain(_compose_files(CONF, (), entry, schema)), ""))
-    groups = [f"{group}: {', '.join(_choices(group))}" for group in sorted(_groups(schema))]
+    groups = [f"{group}: {', '.join(_choices(group, schema))}" for group in sorted(_groups(schema))]
     return "\n".join([text, "", "Groups (group=choice):", "", *groups] if groups else [text])
 
 
@@ -321,9 +321,9 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
         faults += [fault] if fault else []
         return fault is None
     if key in _groups(schema):
-        files = _choices(key)
+        files = _choices(key, schema)
         unknown = [choice for choice in _values(override) if choice not in files]
-        allowed = f"conf/{key} has {', '.join(files)}"
+        allowed = f"{'conf/' * issubclass(schema, Config)}{key} has {', '.join(files)}"
         for choice in unknown:
             faults.append(f"{key}={choice}: no such choice{nearest(choice, files)} ({allowed})")
         return not unknown
@@ -346,9 +346,20 @@ def _groups(schema: type) -> set[str]:
     return {name for name in names if (CONF / name).is_dir()}
 
 
-def _choices(group: str) -> list[str]:
+def _choices(group: str, schema: type = Config) -> list[str]:
+    """The files of a group; for an entry with other keys than a run's, those that it can take."""
     folders = [path for path in CONF.glob("**") if str(path.relative_to(CONF)) == group]
-    return sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
+    files = [path for folder in folders for path in folder.glob("*.yaml")]
+    if not issubclass(schema, Config):
+        [kind] = [f.type for f in fields(schema) if f.name == group]
+        known = {f.name: f.metadata.get("choices") for f in fields(kind)}
+        files = [path for path in files if _fits(OmegaConf.load(path), known)]
+    return sorted(path.stem for path in files)
+
+
+def _fits(file: DictConfig, known: dict[str, tuple | None]) -> bool:
+    """Whether a file sets only keys that are known, to values that are among their choices."""
+    return all(key in known and value in (known[key] or [value]) for key, value in file.items())
 
 
 def _values(override: Override) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from experiments import entry
+from experiments.evaluate import EvaluateConfig
 from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config
@@ -241,3 +242,13 @@ def test_help_explains_each_key_with_its_default():
     text = compose.explain("train", Config)
     assert "\noptimizer.beta2=0.98  decay rate of the second moment\n" in text
     assert "\nlogger.name=none  dashboard (none | tensorboard | wandb | trackio)" in text
+
+
+def test_an_entry_with_fewer_keys_offers_and_takes_only_the_files_that_fit_them():
+    offered = compose.explain("evaluate", EvaluateConfig)
+    assert "precision: bf16, fp16, fp32\n" in f"{offered}\n"
+    assert "evaluation: both, retrieval, zero_shot\n" in f"{offered}\n"
+    with pytest.raises(ConfigError, match=r"precision=switchback: no such choice \(precision has"):
+        compose.compose_command(["run=x", "precision=switchback"], "evaluate", EvaluateConfig)
+    [run] = compose.compose_command(["run=x", "precision=fp16"], "evaluate", EvaluateConfig)
+    assert run.config.precision.autocast == "fp16"
