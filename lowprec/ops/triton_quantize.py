@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowprec.formats import Format
 from lowprec.ops.launch import Launch, plan
+from lowprec.ops.triton_transpose import transpose_bytes, transposed_copy
 
 MAX_FEATURES = 16384  # of rows, which one program keeps in registers
 
@@ -181,13 +182,21 @@ def _quantize_by_tile_kernel(
 
 
 @triton.jit
-def _transpose_kernel(q_ptr, qt_ptr, M, K, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+def _quantize_128x1_kernel(
+    x_ptr, qt_ptr, scale_ptr, M, K, stride_m, MAX: tl.constexpr, BLOCK: tl.constexpr
+):
+    Q: tl.constexpr = qt_ptr.dtype.element_ty
+    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    rows, cols = tile_m * BLOCK + tl.arange(0, BLOCK), tile_k * BLOCK + tl.arange(0, BLOCK)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
-    q = tl.load(q_ptr + rows[:, None] * K + cols[None, :], mask=mask, other=0)
+    at = rows[:, None] * stride_m + cols[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    scale = _scale(_bits(x, 0), MAX)  # [BLOCK]
+    tl.store(scale_ptr + tile_m * K + cols, scale, mask=cols < K)
+    q = _divide(x, scale[None, :], MAX, Q).to(tl.int8, bitcast=True)
     at = cols[:, None] * M + rows[None, :]
-    tl.store(qt_ptr + at, tl.trans(q), mask=(cols < K)[:, None] & (rows < M)[None, :])
+    ptrs = qt_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + at
+    tl.store(ptrs, tl.trans(q), mask=(cols < K)[:, None] & (rows < M)[None, :])
 
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -233,8 +242,8 @@ def quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """q_MK, q_KM (each None unless requested) and the scale.
 
-    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes; the other
-    granularities store both layouts in one pass.
+    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes, except 16-bit
+    numbers in tiles of 128x1; the other granularities store both layouts in one pass.
     """
     if granularity == "rowwise":
         q_MK, scale = quantize_rows(x_MK, format)
@@ -243,6 +252,8 @@ def quantize(
     # weight gradients became NaN, input gradients wrong
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
     is_scrambled = format.exponent_bits > 0 and x_MK.dtype == torch.float32
+    if granularity == "128x1" and not rows and x_MK.dtype != torch.float32:
+        return None, *_quantize_128x1(_rows_contiguous(x_MK), format)
     if transposed and (is_scaled_by_tile or is_scrambled):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
@@ -274,6 +285,22 @@ def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
     facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
     _plan_by_tile(*facts, format)(x_MK, q_MK, scale)
     return q_MK, None, scale
+
+
+def _quantize_128x1(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """q_KM and the scale."""
+    M, K = x_MK.shape
+    q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device)
+    scale = empty_scale(x_MK, "128x1")
+    _plan_128x1(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format)(x_MK, q_KM, scale)
+    return q_KM, scale
+
+
+@plan
+def _plan_128x1(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
+    grid = (triton.cdiv(M, 128), triton.cdiv(K, 128))
+    constants = {"MAX": format.max, "BLOCK": 128, "num_warps": 4}
+    return Launch(_quantize_128x1_kernel, grid, (M, K, stride_m), **constants)
 
 
 @plan
@@ -338,26 +365,6 @@ def _plan_tiles(
     }
     grid = (triton.cdiv(M, block), triton.cdiv(K, block))
     return Launch(_quantize_tiles_kernel, grid, (M, K, stride_m, parts), **constants)
-
-
-def transposed_copy(q_MK: Tensor) -> Tensor:
-    """[K, M], contiguous; shares no memory, for M or K of 1 either."""
-    return q_MK.T.clone(memory_format=torch.contiguous_format)
-
-
-def transpose_bytes(q_MK: Tensor) -> Tensor:
-    """int8 [M, K] -> [K, M], contiguous; several times faster than torch's copy."""
-    M, K = q_MK.shape
-    q_KM = torch.empty(K, M, dtype=torch.int8, device=q_MK.device)
-    _plan_transpose(q_MK.device, M, K)(q_MK, q_KM)
-    return q_KM
-
-
-@plan
-def _plan_transpose(device, M: int, K: int) -> Launch:
-    block = 128
-    grid = (triton.cdiv(M, block), triton.cdiv(K, block))
-    return Launch(_transpose_kernel, grid, (M, K), BLOCK_M=block, BLOCK_K=block, num_warps=8)
 
 
 def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:

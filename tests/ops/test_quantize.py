@@ -71,12 +71,13 @@ def test_kernels_match_reference_bits(device, granularity, shape, format, dtype)
 
 @pytest.mark.parametrize("rows, transposed", [(True, False), (False, True)])
 @pytest.mark.parametrize("granularity", ALL[1:])
-def test_single_layout_matches_reference(device, granularity, rows, transposed):
-    x = make((63, 100), torch.bfloat16, device)
+@each_format
+def test_single_layout_matches_reference(device, format, granularity, rows, transposed):
+    x = make((150, 260), torch.bfloat16, device)
     q, q_transposed, scale = kernels.quantize(
-        x, INT8, granularity, rows=rows, transposed=transposed
+        x, format, granularity, rows=rows, transposed=transposed
     )
-    expected, expected_scale = reference.quantize(x, INT8, granularity)
+    expected, expected_scale = reference.quantize(x, format, granularity)
     result, other, target = (q, q_transposed, expected) if rows else (q_transposed, q, expected.T)
     assert other is None
     assert_same(result, target.contiguous(), "q")
