@@ -15,6 +15,7 @@ case counts only if its loss is finite and the same in all ranks. Lines go to
 import contextlib
 import dataclasses
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,12 +123,14 @@ def work(config: Config) -> dict:
     def slowest(kind: type[TrainStep]) -> tuple[float, list[float]]:
         """The milliseconds of a step in the slowest rank, and the ranks' losses after a warm-up."""
         step = kind(built.task, built.state.optimizer, built.state.scaler)
-        step = GraphedStep(step, batch) if captures else step
-        set_learning_rate(built.state.optimizer, config.optimizer.lr)
-        for _ in range(WARMUP):
-            loss = step(batch)["loss"]
-        times = world.each(lambda: median_ms(lambda: step(batch), built.device, config.num_steps))
-        return max(times), world.each(loss.item)
+        with contextlib.ExitStack() as stack:
+            if captures:
+                step = stack.enter_context(contextlib.closing(GraphedStep(step, batch)))
+            set_learning_rate(built.state.optimizer, config.optimizer.lr)
+            for _ in range(WARMUP):
+                loss = step(batch)["loss"]
+            time_steps = partial(median_ms, partial(step, batch), built.device, config.num_steps)
+            return max(world.each(time_steps)), world.each(loss.item)
 
     ms, losses = slowest(TrainStep)
     if len(set(losses)) > 1 or not math.isfinite(losses[0]):

@@ -57,7 +57,8 @@ class Stepper:
         """Returns the step's values on the device and its learning rate, "lr", on the host."""
         if self._change is not None and step >= self._change:
             self._built.use_precision(self.config.precision_at(step))
-            self._update = self._change = None
+            self.close()
+            self._change = None
         if self._update is None:
             captures = can_capture(self.config, self._built.device)
             self._update = GraphedStep(self._train_step, batch) if captures else self._train_step
@@ -70,6 +71,12 @@ class Stepper:
         )
         set_learning_rate(self.optimizer, lr)
         return {"lr": lr, **self._update(batch)}
+
+    def close(self) -> None:
+        """Frees the CUDA graph, which the frames of an error would keep."""
+        if isinstance(self._update, GraphedStep):
+            self._update.close()
+        self._update = None
 
 
 def train(
@@ -93,8 +100,11 @@ def train(
     metrics = MetricsBuffer(built, record, logger, progress.flushed)
     metrics.require_record(first - 1)
     stop = stop or StopRequest()
-    with contextlib.closing(built.batches_from(first)) as batches:
-        ended = _train(built, first, batches, saver, metrics, progress, stop)
+    with (
+        contextlib.closing(Stepper(built)) as take_step,
+        contextlib.closing(built.batches_from(first)) as batches,
+    ):
+        ended = _train(built, first, take_step, batches, saver, metrics, progress, stop)
         built.world.heartbeat(None, "ending")
         record.finish_stream()
         if ended.state in ENDED:
@@ -107,6 +117,7 @@ def train(
 def _train(
     built: Built,
     first: int,
+    take_step: Stepper,
     batches: Iterator[Batch],
     saver: Saver,
     metrics: MetricsBuffer,
@@ -116,7 +127,6 @@ def _train(
     config, world, record = built.config, built.world, metrics.record
     snapshots = SnapshotRecorder(built.state, record.run, config, saver.provenance, world.is_first)
     snapshots.begin(first - 1)
-    take_step = Stepper(built)
     evaluation = built.evaluation()
 
     def evaluate() -> dict:

@@ -97,8 +97,12 @@ class GraphedStep:
         # a stream of this device, since torch's default for captures is one of the first's;
         # thread_local: the loader's pinning thread and NCCL's may use CUDA during the capture
         options = {"stream": stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self.graph, **options):
-            self.values = step(self.batch)
+        try:
+            with torch.cuda.graph(self.graph, **options):
+                self.values = step(self.batch)
+        except BaseException:
+            self.close()
+            raise
         self.next_is_free.record()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
@@ -112,6 +116,10 @@ class GraphedStep:
             self.next_is_free.record()
             self.graph.replay()
         return self.values
+
+    def close(self) -> None:
+        """Frees the graph: at the end of a process, NCCL waits for graphs with its operations."""
+        self.graph.reset()
 
     @staticmethod
     def _copy(source: Batch, target: Batch) -> None:

@@ -110,7 +110,7 @@ def test_replays_take_the_recipe_of_the_step(config_of, run_once, tmp_path, caps
 class FakeGraph:
     """Takes a step without a CUDA graph."""
 
-    captured = []
+    captured, freed = [], []
 
     def __init__(self, step, batch):
         self.step = step
@@ -119,6 +119,9 @@ class FakeGraph:
 
     def __call__(self, batch):
         return self.step(batch)
+
+    def close(self):
+        self.freed.append(len(self.captured))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
@@ -129,6 +132,7 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
         blocks[0].compile(dynamic=False, backend=counter)
 
     monkeypatch.setattr(FakeGraph, "captured", [])
+    monkeypatch.setattr(FakeGraph, "freed", [])
     monkeypatch.setattr(loop, "GraphedStep", FakeGraph)
     monkeypatch.setattr(loop, "can_capture", lambda *_: True)
     monkeypatch.setattr(building, "compile_blocks", compile_first_block)
@@ -141,6 +145,7 @@ def test_compiled_blocks_and_the_graph_are_built_again(config_of, run_once, tmp_
     with limit:
         run_once(config, tmp_path / "compiled", at=watch)
     assert FakeGraph.captured == [{"switchback"}, set()]  # nn.Linear again
+    assert FakeGraph.freed == [1, 2]
     assert 0 < frames[0] < counter.frame_count == 2 * frames[0]
     config.compile = False
     run_once(config, tmp_path / "eager")

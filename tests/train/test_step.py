@@ -162,6 +162,26 @@ def test_a_capture_changes_nothing_and_its_device_is_the_current_one(monkeypatch
     assert not current
 
 
+def test_a_capture_that_fails_frees_its_graph(monkeypatch):
+    """NCCL would wait for it at the end of the process."""
+
+    class Step:
+        frozen, optimizer = torch.tensor(False), SimpleNamespace(param_groups=[])
+        task = task_of(torch.nn.Module())
+
+        def __call__(self, batch):
+            if torch.cuda.graph.called:
+                raise RuntimeError("in the capture")
+
+    cuda = MagicMock()
+    cuda.graph.return_value.__exit__.return_value = False
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(step_module, "on_device", lambda device: contextlib.nullcontext())
+    with pytest.raises(RuntimeError, match="in the capture"):
+        GraphedStep(Step(), MagicMock())
+    cuda.CUDAGraph.return_value.reset.assert_called_once_with()
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
