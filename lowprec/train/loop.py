@@ -2,7 +2,7 @@
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -136,8 +136,8 @@ def _train(
         progress.chance = evaluation.chance
         return results
 
-    def flush(step: int, *evaluations: Callable[[], dict]) -> Ended | None:
-        ended = metrics.flush(*evaluations)
+    def flush(step: int, evaluating: bool = False) -> Ended | None:
+        ended = metrics.flush(evaluate if evaluating else None)
         world.heartbeat(step, "saving")
         snapshots.after_flush(step, metrics.spikes)
         return ended
@@ -161,7 +161,7 @@ def _train(
         evaluating = evaluation is not None and (is_last or is_due(step, config.eval_every))
         saving = is_last or stopping is not None or is_due(step, config.save_every)
         if evaluating or saving or is_due(step, config.log_every) or metrics.is_full:
-            ended = flush(step, *[evaluate] * evaluating)
+            ended = flush(step, evaluating)
             if ended is not None:
                 return ended
         if saving:
