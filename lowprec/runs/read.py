@@ -1,7 +1,7 @@
-"""Reads and encodes the files of a run directory: config, rows, status, tables of statistics.
+"""Reads a run directory: config, rows and status; decodes and encodes rows.
 
 A run directory holds everything about a run; every dashboard is a copy of it.
-`lowprec.runs.record` writes it. Nothing here loads torch.
+`lowprec.runs.record` writes it, `lowprec.runs.tables` reads its tables. Nothing here loads torch.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)  # errors
 MAX_TEXT = 2**25  # bytes of a file of keys, or of a row; its values may take 20 times as many
 MAX_DEPTH = 100  # of a config
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # perhaps half a character, which no file can hold
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # which UTF-8 cannot encode, unless paired
 
 
 class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -91,7 +91,7 @@ DECODER = json.JSONDecoder(parse_int=_int64)
 
 
 def decode_json(text: str) -> Any:
-    """Decodes JSON; "?" replaces halves of characters, as in the name of a latin-1 file."""
+    """Decodes JSON; "?" replaces unpaired surrogates, as in the name of a latin-1 file."""
 
     def whole(value: Any) -> Any:
         if isinstance(value, dict):
@@ -101,7 +101,7 @@ def decode_json(text: str) -> Any:
         return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
     value = DECODER.decode(text)
-    return whole(value) if HALF.search(text) else value
+    return whole(value) if SURROGATE.search(text) else value
 
 
 class RecordFileError(RunError, ValueError):
@@ -110,7 +110,7 @@ class RecordFileError(RunError, ValueError):
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file of a record, whatever it may be.
+    """Opens a file of a record.
 
     Raises FileNotFoundError, or RecordFileError for a file that cannot be read or is no regular
     file: reading a pipe or a device may never end.
@@ -275,5 +275,5 @@ def _is_there(path: Path) -> bool:
 
 
 def is_copy(parts: tuple[str, ...]) -> bool:
-    """Whether a path is somebody's copy (`.bak`, `~`) or hidden."""
+    """Whether a path is a backup (`.bak`, `~`) or hidden."""
     return any(part.startswith(".") or part.endswith((".bak", "~")) for part in parts)

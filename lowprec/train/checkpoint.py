@@ -23,7 +23,7 @@ from lowprec.train.state import TrainState, is_of_optimizer
 FORMAT = 3
 KEPT = 2  # newest checkpoints, while a run trains
 SAVE_FAILURES = 3  # consecutive failures end the run; before that training continues
-NONSENSE = (ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError)
+MALFORMED = (ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError)
 
 
 @dataclass(eq=False)
@@ -214,7 +214,7 @@ def keep_weights(run: Path) -> None:
             durable.replace(newest / "manifest.json", _signed(body))
             for name in dropped:
                 (newest / name).unlink()
-    except (OSError, *NONSENSE) as error:
+    except (OSError, *MALFORMED) as error:
         print(f"warning: the optimizer's state stays in {folder}: {error}")
 
 
@@ -285,7 +285,7 @@ def verify(path: Path) -> dict:
             is_whole = file.is_file() and file.stat().st_size == facts["bytes"]
             if not is_whole or file_digest(file) != facts["sha256"]:
                 raise DamagedError(f"{path / name} is damaged or missing")
-    except (FileNotFoundError, *NONSENSE) as error:
+    except (FileNotFoundError, *MALFORMED) as error:
         raise DamagedError(f"{manifest_file} is damaged ({error})") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
