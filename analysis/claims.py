@@ -62,9 +62,9 @@ STATEMENTS = {
 class Claim:
     """A statement, the paper's number, a margin and the judge.
 
-    `margin` puts into words the numbers in `analysis/evidence.py` that the judge applies. `short`
-    names what the row decides in the table of verdicts, which leaves out rows without it. The judge
-    sees the runs at `scale`.
+    `margin` puts into words the numbers that the judge applies; they are in `analysis/evidence.py`,
+    `size_judges.py` (true size) and `paper.py`. `short` names what the row decides in the table of
+    verdicts, which leaves out rows without it. The judge sees the runs at `scale`.
     """
 
     number: str
@@ -85,9 +85,8 @@ AT_BEST_RATE = {"varied": "precision.label", "studies": (size_judges.EQUALITY,)}
 PRECISION = partial(judges.higher, varied="precision.label", studies=SIZES)
 OPTIMIZERS = partial(judges.higher, varied="optimizer.name", studies=CLIPPING)
 BETA2 = partial(judges.higher, varied="optimizer.beta2", studies=CLIPPING)
-FEWER = spike_judges.fewer
 STABLE = partial(
-    FEWER,
+    spike_judges.fewer,
     varied="optimizer.name",
     optimizers=("stable_adamw", "adamw"),
     studies=OF_BETA2,
@@ -288,7 +287,7 @@ CLAIMS = (
           short="beats clipping"),
     Claim("C11", "a lower beta2 also removes spikes", "none",
           f"no spikes at the lowest beta2, with an interval above 0{REMAINS}",
-          partial(FEWER, varied="optimizer.beta2", studies=OF_BETA2, gone=True),
+          partial(spike_judges.fewer, varied="optimizer.beta2", studies=OF_BETA2, gone=True),
           short="lower beta2 removes"),
     Claim("C11", "a beta2 that is too low costs accuracy, mini scale",
           f"0.9 minus 0.5: {_ACC['adamw'][0.9] - _ACC['adamw'][0.5]:+.1f} points {BY_EYE}", ABOVE_0,

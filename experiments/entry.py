@@ -165,8 +165,8 @@ def _run_each(runs: list[SweptRun], launcher: dict) -> None:
             job.results() if launcher else job()
         except Exception as error:
             failed = True
-            is_told = isinstance(error, ConfigError | RunError)
-            text = str(error) if is_told else traceback.format_exc().rstrip()
+            is_expected = isinstance(error, ConfigError | RunError)
+            text = str(error) if is_expected else traceback.format_exc().rstrip()
             print(f"run {run.number} failed: {text}", file=sys.stderr, flush=True)
     if failed:
         sys.exit(1)

@@ -234,7 +234,7 @@ def hand_over(
     others = [state for state in run_states if state.state not in which]
     count = f"{len(submitted)} of {len(runs)} runs submitted"
     print(f"{plan.folder}: {count}" + f"; {summary(others)}" * bool(others))
-    _name_way_out(plan, others)
+    _print_resubmit(plan, others)
     print("to see them:", _command(plan, "status"))
 
 
@@ -267,10 +267,10 @@ def _folder(overrides: list[str]) -> Path:
 def _show(plan: Plan, run_states: list[State], queue: list | None) -> None:
     """Prints the table, on a wide page where the output is redirected."""
     show(plan, run_states, queue, Console(width=None if sys.stdout.isatty() else 200))
-    _name_way_out(plan, run_states)
+    _print_resubmit(plan, run_states)
 
 
-def _name_way_out(plan: Plan, run_states: list[State]) -> None:
+def _print_resubmit(plan: Plan, run_states: list[State]) -> None:
     """Prints the command that submits failed and lost runs again, if there are any."""
     if any(state.state in TO_RESUBMIT["--failed"] for state in run_states):
         print("to submit failed and lost runs again:", _command(plan, "resubmit", "--failed"))

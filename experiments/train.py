@@ -43,8 +43,8 @@ class ProgressBar:
 
     def __init__(self, config: Config):
         self.name, self.num_steps = entry.sweep.own or label(config), config.num_steps
-        is_told = place()[0] == 0 and not sys.stdout.isatty()
-        self.waiting = Waiting(f"{self.name}: loading") if is_told else None
+        prints_lines = place()[0] == 0 and not sys.stdout.isatty()
+        self.waiting = Waiting(f"{self.name}: loading") if prints_lines else None
         self.batch_size, self.train_s = config.batch_size, 0.0
         self.start: tuple[float, int] | None = None  # time and step at which training began
         self.last: dict = {}
@@ -66,14 +66,14 @@ class ProgressBar:
         self.bar.update(self.task, completed=step - 1)
         self.start = self.start or (time.monotonic(), step)
         if self.waiting:
-            told = f"{self.name}: step {step} of {self.num_steps}"
+            text = f"{self.name}: step {step} of {self.num_steps}"
             if self.last:
-                told += ", loss {loss:.3f} at step {step}".format(**self.last)
+                text += ", loss {loss:.3f} at step {step}".format(**self.last)
             if (done := step - self.start[1]) > 0:
                 left_s = (time.monotonic() - self.start[0]) * (self.num_steps - step + 1) / done
                 left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
-                told += f", about {left} left"
-            self.waiting.doing = told
+                text += f", about {left} left"
+            self.waiting.doing = text
 
     def flushed(self, row: dict) -> None:
         """Shows the last step and the mean throughput; prints the numbers of an evaluation."""

@@ -18,8 +18,8 @@ def _print(kind: type, error: BaseException, traceback: TracebackType | None) ->
     if issubclass(kind, KeyboardInterrupt):
         print(f"\n{str(error) or 'Interrupted.'}", file=sys.stderr)
     elif issubclass(kind, ModuleNotFoundError) and package not in ("", *OWN):
-        way_out = "source .venv/bin/activate, or pip install -e '.[harness]'"
-        print(f"needs {package}, which is not installed: {way_out}", file=sys.stderr)
+        hint = "source .venv/bin/activate, or pip install -e '.[harness]'"
+        print(f"needs {package}, which is not installed: {hint}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 

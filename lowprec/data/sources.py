@@ -102,10 +102,10 @@ def check_readers(shards: ShardUrls, workers: int, world_size: int = 1) -> None:
     """Raises ValueError unless each worker of each rank has a shard of its own."""
     count, most = len(shards.urls), len(shards.urls) // world_size
     if most < max(1, workers):
-        way_out = f"num_workers={most} fits" if most else f"{count} ranks fit"
+        hint = f"num_workers={most} fits" if most else f"{count} ranks fit"
         raise ValueError(
             f"data.train has {count} shards for {world_size} ranks of {max(1, workers)} workers, "
-            f"and each worker needs one; {way_out}"
+            f"and each worker needs one; {hint}"
         )
 
 

@@ -51,9 +51,9 @@ def write_shards(table: Path, out: Path, columns: list[str], skip_bad: bool = Fa
                     shards.write({"__key__": f"{line:09}", **sample})
         if len(faults) == len(rows) or faults and not skip_bad:
             listed = listing(faults, "\n  ", limit=100)
-            way_out = "; skip_bad=true leaves them out" if len(faults) < len(rows) else ""
+            hint = "; skip_bad=true leaves them out" if len(faults) < len(rows) else ""
             count = f"{len(faults)} of {len(rows)} rows cannot be read"
-            raise ValueError(f"{count}, so nothing was written{way_out}:\n  {listed}")
+            raise ValueError(f"{count}, so nothing was written{hint}:\n  {listed}")
         unfinished.rename(out)
     except OSError as error:
         raise DiskError(unfinished, error) from error

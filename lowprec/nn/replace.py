@@ -222,10 +222,10 @@ def _suggest(model: nn.Module, patterns: Sequence[str]) -> str:
     words = [pattern.rpartition(".")[2] for pattern in patterns]
     alike = {x: [SequenceMatcher(None, x, word).ratio() for word in words] for x in endings}
     nearest = sorted(endings, key=lambda x: -max(alike[x], default=0))[:8]
-    way_out = f"; for example where={json.dumps(nearest)}" if any(inside) else ""
+    hint = f"; for example where={json.dumps(nearest)}" if any(inside) else ""
     others = list(coverage.other_weights(model))
     more = f"; {others[0]} and {len(others) - 1} more are no nn.Linear" if others else ""
-    return f"the model has: {names or 'none that fits'}{way_out}{more}"
+    return f"the model has: {names or 'none that fits'}{hint}{more}"
 
 
 def find_fault(module: nn.Module, layer: str) -> str:

@@ -2,9 +2,8 @@
 
 A sweep is a folder. Only `submit` and `resubmit` write `sweep.json`, one at a time. Beside it,
 `runs/<index>.cancelled` says that a run must not go on, `runs/<index>.lost` that the local launcher
-has died and nobody has asked for the run since, and `runs/<index>.ended` why training failed.
-Everything else is asked where it is known: results and the lock in the run directory, what
-waits in SLURM's queue.
+has died and the run was not submitted again, and `runs/<index>.ended` why training failed. Results
+and locks are read from the run directories, jobs from SLURM's queue.
 """
 
 import contextlib
@@ -35,8 +34,8 @@ MARKS = ("cancelled", "lost", "ended")
 class PlannedRun:
     """One run of a sweep: its directory below `run_dir`, and its whole config as plain data.
 
-    `launcher` is the name of the one that it was handed to last, None before the first time; `gpus`
-    and `runs_per_gpu` are what that was told then.
+    `launcher`, by name, `gpus` and `runs_per_gpu` are those of its last submission; `launcher` is
+    None before the first.
     """
 
     index: int
@@ -114,7 +113,7 @@ class Plan:
         return sorted({run.index for run in runs})
 
     def hand_over(self, indexes: list[int], launcher: dict) -> None:
-        """Notes, before it happens, that a launcher gets these runs, which may go on."""
+        """Records that a launcher is about to get these runs, and removes their marks."""
         self.launchers.pop(launcher["name"], None)
         self.launchers[launcher["name"]] = launcher
         for index in indexes:
@@ -154,11 +153,11 @@ class Plan:
         return self.mark(index, "cancelled").exists()
 
     def end(self, index: int, reason: str) -> None:
-        """Says why a run failed: it is not started again before it is resubmitted."""
+        """Records why a run failed; it is not started again before it is resubmitted."""
         durable.replace(self.mark(index, "ended"), reason.encode(errors="replace"))
 
     def why_ended(self, index: int) -> str | None:
-        """Why a run failed; None if it has not been said."""
+        """Why a run failed; None if no reason is recorded."""
         try:
             return read_file(self.mark(index, "ended")).decode(errors="replace")[:400]
         except FileNotFoundError:

@@ -1,9 +1,9 @@
 """The state of each run of a sweep, and the table that shows it.
 
-A state comes from the run's result, else the lock of its record, else what `cancel` and its
-training left, else the queue: finished, diverged, running, cancelling (it still saves), cancelled,
-failed (with the reason), queued; `new` was never submitted; `lost` was submitted, but nothing
-trains it and nobody said why (the machine died).
+A state comes from the run's result, else the lock of its record, else its marks (`Plan.mark`), else
+the queue: finished, diverged, running, cancelling (it still saves), cancelled, failed (with the
+reason), queued; `new` was never submitted; `lost` was submitted, but nothing trains it and no
+reason is recorded (the machine died).
 """
 
 import re
