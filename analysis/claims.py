@@ -381,7 +381,7 @@ def _in_short(verdicts: dict[str, list[str]]) -> str:
     return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts.items() if names)
 
 
-def markdown(rows: list[tuple[Claim, Finding]], sources: str, predictions: list[tuple] = ()) -> str:
+def markdown(rows: list[tuple[Claim, Finding]], sources: str, predictions: list[tuple]) -> str:
     """Returns the tables as Markdown, with commands formatted as code."""
     lines = ["# Claims", "", f"From {sources}. {NOTE}", "", "## Verdicts", "", IN_SHORT, ""]
     lines += [summary(rows), "## All rows", "", f"| {' | '.join(HEADER)} |"]

@@ -69,12 +69,12 @@ class Sample:
 class Evidence:
     """The runs and benchmark lines at or below some folders; a copied run counts once.
 
-    Runs are those of one `scale` that ended; `at` is the evidence of another one. A method raises
-    NoRunsError, which names the command, if there are none.
+    Runs are those of one `scale`, mini by default, that ended; `at` is the evidence of another one.
+    A method raises NoRunsError, which names the command, if there are none.
     """
 
-    def __init__(self, roots: list[Path | str], scale: str = MINI):
-        self.roots, self.scale = roots, scale
+    def __init__(self, roots: list[Path | str]):
+        self.roots, self.scale = roots, MINI
         self.files, self.known = {}, {}  # read once: by path, and by studies and scale or by path
         tables = [load_all(root).summaries for root in roots]
         summaries = pd.concat([t for t in tables if len(t)] or tables, ignore_index=True)

@@ -274,7 +274,7 @@ class Lines(Figure):
             look = {"color": color, "ls": dashes, "lw": 1.1, "label": label}
             values = median[f"{y}_median"]
             if self.smooth:
-                values = style.smooth(values, style.smoothing_width(len(values)))
+                values = style.smooth(values)
             ax.plot(median["step"], values, **look)
 
     def words(self, frame: pd.DataFrame) -> str:

@@ -50,7 +50,7 @@ def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, floa
     return paler(shade, variant)
 
 
-def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
+def beta2_color(beta2: float, variant: int) -> tuple[float, float, float]:
     """The color of a constant beta2 where lines differ by it: dark 0.5 to bright 0.999."""
     averaged = math.log10(1 / (1 - beta2))  # of steps: 0.3 of 0.5, 3 of 0.999
     return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
@@ -97,11 +97,10 @@ def log_axis(ax: Axes) -> None:
         getattr(ax.yaxis, f"set_{which}_formatter")("{x:g}")
 
 
-def smoothing_width(num_steps: int) -> int:
-    """Width of the smoothing box in steps: the paper's 40, at most a tenth of the run."""
-    return max(1, min(SMOOTHING, num_steps // 10))
+def smooth(series: pd.Series) -> pd.Series:
+    """Centered average over the paper's 40 steps, at most a tenth of the series.
 
-
-def smooth(series: pd.Series, width: int = SMOOTHING) -> pd.Series:
-    """Centered box average; NaN within half a box of the edges and of non-finite values."""
+    NaN within half that width of the edges and of non-finite values.
+    """
+    width = max(1, min(SMOOTHING, len(series) // 10))
     return series.astype(float).rolling(width, center=True).mean()

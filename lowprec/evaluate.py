@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LOSS_BATCH = 1024  # pairs
+NUM_NEAREST = 3  # captions of an image shown
 
 
 @dataclass(eq=False)
@@ -130,14 +131,14 @@ def recall_at(images: Tensor, texts: Tensor, captions: Tensor, k: int) -> tuple[
     return to_text, to_image
 
 
-def nearest_captions(images: Tensor, texts: Tensor, captions: Tensor, k: int = 3) -> Tensor:
-    """Returns the positions of the k captions nearest to each image, int64 [images, k].
+def nearest_captions(images: Tensor, texts: Tensor, captions: Tensor) -> Tensor:
+    """Returns the positions of the captions nearest to each image, int64 [images, NUM_NEAREST].
 
-    Equal captions count once, as the first of them. `images`: features [images, embed_dim]; `texts`
-    and `captions` as in `recall_at`. k is at most the number of captions.
+    Equal captions count once, as the first of them; if there are fewer, so are the columns.
+    `images`: features [images, embed_dim]; `texts` and `captions` as in `recall_at`.
     """
     _, first = _first_of_each(captions)
-    return first[(images @ texts[first].T).topk(min(k, len(first)), dim=1).indices]
+    return first[(images @ texts[first].T).topk(min(NUM_NEAREST, len(first)), dim=1).indices]
 
 
 def _first_of_each(captions: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,7 +141,7 @@ def _gradients(run: Runs, head: dict) -> pd.DataFrame:
     for block in paper.blocks_at_paper_depths(head["vision_layers"]):
         values = run.series(TENSOR.format(block), "grad_norm")
         values = values.where(np.isfinite(values) & (values > 0))
-        smoothed = style.smooth(values, style.smoothing_width(len(values)))
+        smoothed = style.smooth(values)
         part = pd.DataFrame({"gradient": values, "gradient_smoothed": smoothed})
         parts.append(part.reset_index().assign(block=block))
     return pd.concat(parts)

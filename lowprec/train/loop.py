@@ -97,7 +97,7 @@ def train(
     progress = progress or Progress()
     saver = Saver(built.state, record, built.config, provenance or {})
     first = saver.restore() + 1
-    metrics = MetricsBuffer(built, record, logger, progress.flushed)
+    metrics = MetricsBuffer(built, record, logger or Logger(), progress.flushed)
     metrics.require_record(first - 1)
     stop = stop or StopRequest()
     with (

@@ -56,13 +56,13 @@ class MetricsBuffer:
         self,
         built: Built,
         record: Record,
-        logger: Logger | None = None,
-        on_flush: Callable[[dict], None] = lambda row: None,
+        logger: Logger,
+        on_flush: Callable[[dict], None],
     ):
         config = built.config
         self.config, self.record, self.world = config, record, built.world
         self.state, self.probe = built.state, built.task.probe
-        self.logger, self.on_flush = logger or Logger(), on_flush
+        self.logger, self.on_flush = logger, on_flush
         self.device = built.device
         self.tensors = built.state.optimizer.names
         diagnostics = config.diagnostics
@@ -321,7 +321,7 @@ def non_finite_rule(
     *,
     scaler: str,
     max_skips: int,
-    skips: int = 0,
+    skips: int,
 ) -> tuple[int, str | None, int]:
     """Applies the non-finite rule: finds the step at which a run diverged, if it did.
 
