@@ -200,8 +200,8 @@ def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
 
     It requires 16 bits and a GPU of compute capability 8.0 or higher. GPUs before Hopper take up to
     64 tokens and heads up to 64 wide; later ones also take either heads up to 128 wide or up to 96
-    tokens, and, without a causal mask, 129 tokens with heads up to 80 wide. Larger sizes would
-    spill registers.
+    tokens. Hopper also takes 129 tokens without a causal mask, with heads up to 80 wide: compute
+    capability 12.0 has too little shared memory for them. Larger sizes would spill registers.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads
@@ -211,7 +211,7 @@ def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
     is_medium = tokens <= 64 or (tokens <= 96 and head_width <= 64)
     is_129 = tokens == 129 and head_width <= 80 and not is_causal
     major, _ = torch.cuda.get_device_capability(qkv.device)
-    return is_small if major == 8 else (is_medium or is_129) and major > 8
+    return is_small if major == 8 else (is_medium and major > 8) or (is_129 and major == 9)
 
 
 def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[int, int, int]:
