@@ -42,12 +42,12 @@ import pandas as pd
 from analysis.naming import join
 from experiments.entry import parse_command, refuse, run_command
 from experiments.replay_report import CONTROL, PERTURBED, UNCHANGED, Replay, compare, report
-from lowprec.config.check import ConfigError, RunError
+from lowprec.config.check import ConfigError, RunError, removed_settings
 from lowprec.config.compose import compose_command
 from lowprec.config.schema import Config, PrecisionChangeConfig, key
 from lowprec.diagnostics.spikes import Protocol, protocol_of
 from lowprec.runs.attempts import CheckpointError
-from lowprec.runs.read import read_config, scan_rows
+from lowprec.runs.read import read_config, read_yaml, scan_rows
 from lowprec.train.preflight import preflight
 from lowprec.waiting import Waiting
 
@@ -88,6 +88,8 @@ def main(config: ReplayConfig, changes: list[str]) -> None:
     """Replays the control and each variant; prints and writes a comparison."""
     run = Path(config.run)
     trained = asdict(read_config(run))
+    if removed := removed_settings(read_yaml(run / "config.yaml")):
+        raise RunError(f"{run} cannot be replayed: it set {', '.join(removed)}, since removed")
     if not any(run.glob("*/step_*")):
         raise RunError(f"{run} has no checkpoint or snapshot, so it cannot be replayed")
     trained["run_dir"], trained["model"]["init_from"] = str(run), None

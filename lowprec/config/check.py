@@ -88,6 +88,18 @@ def retired_faults(config: Config) -> list[str]:
     return [f"optimizer.name={name} was removed; use optimizer={instead}"]
 
 
+def removed_settings(raw: dict) -> list[str]:
+    """Keys of a record that changed its training and are no longer known, so not repeated."""
+    found = []
+    for key in ("optimizer.on_warning", "data.scaled_decoding", *IN_DIGESTS):
+        group, _, name = key.partition(".")
+        default, value = REMOVED[key], (raw.get(group) or {}).get(name, REMOVED[key])
+        if isinstance(value, dict) and isinstance(default, dict):
+            value = default | value
+        found += [key] if value != default else []
+    return found
+
+
 def keys(schema: type, prefix: str = "") -> Iterator[str]:
     """All dotted keys of a schema, groups and leaves."""
     for f in fields(schema):

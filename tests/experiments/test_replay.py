@@ -10,6 +10,7 @@ from dataclasses import asdict
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from experiments.replay import ReplayConfig, ReplayedConfig, command, main, suspects
 from experiments.replay_report import Replay, table, verdict
@@ -219,6 +220,16 @@ def test_impossible_replays_are_refused(run):
     for words in ("optimizer.beta3=1", "scaler=fixed", "experiment=loss_curves_mini"):
         with pytest.raises(ConfigError, match=words.partition("=")[0]):
             replayed(folder, 10, words)
+    file = folder / "config.yaml"
+    for group, key, value in (
+        ("optimizer", "on_warning", {"action": "clip"}),
+        ("data", "scaled_decoding", True),
+    ):
+        raw = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump(raw | {group: raw[group] | {key: value}}))
+        with pytest.raises(RunError, match=f"cannot be replayed: it set .*{group}.{key}"):
+            replayed(folder, 10)
+        file.write_text(yaml.safe_dump(raw))
 
 
 def test_a_stream_is_replayed_with_the_workers_it_had(run, squares):
