@@ -200,8 +200,8 @@ def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
 
     It requires 16 bits and a GPU of compute capability 8.0 or higher. GPUs before Hopper take up to
     64 tokens and heads up to 64 wide; later ones also take either heads up to 128 wide or up to 96
-    tokens. Hopper also takes 129 tokens without a causal mask, with heads up to 80 wide: compute
-    capability 12.0 has too little shared memory for them. Larger sizes would spill registers.
+    tokens, and Hopper alone 129 tokens without a causal mask, with heads up to 80 wide. Larger
+    sizes would spill registers, and so do 129 tokens for compute capabilities 10.0 and 12.0.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads
