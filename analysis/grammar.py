@@ -19,7 +19,6 @@ Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
 TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
-WIDE = 10  # ratio of the largest to the smallest value on a logarithmic axis, if the values choose
 
 
 def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -117,7 +116,7 @@ class Axis:
         column: the column.
         label: of the axis, or a function of the frame.
         names: the values in order, which stand at equal distances, with their names; else numbers.
-        log: whether the axis is logarithmic; None if the values need it.
+        log: whether the axis is logarithmic; None: if its values differ by more than `panels.WIDE`.
         reference: where a line is drawn; values up to `equal` from it have a gray band.
     """
 
@@ -246,7 +245,7 @@ class Lines(Figure):
             panels.loss_axis(ax, whole)
             panels.draw_chance(ax, frame["batch_size"])
         else:
-            panels.value_axis(ax, self.y.log, WIDE)
+            panels.value_axis(ax, self.y.log)
         for _, run in frame.groupby("run"):
             color = self.hue.look(run.iloc[0])[0]
             if run["state"].iloc[0] == "diverged":

@@ -20,6 +20,7 @@ LINE = 0.115  # inches, the height of a line of these names
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
 MOST = 2  # but at most at this multiple of the first loss
+WIDE = 10  # ratio of the largest to the smallest value beyond which an axis is logarithmic
 
 
 def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None) -> list[Axes]:
@@ -221,10 +222,10 @@ def label_outer(axes: list[Axes]) -> None:
             ax.set_xlabel("")
 
 
-def value_axis(ax: Axes, log: bool | None, wide: float) -> None:
-    """A y axis that is logarithmic, or (None) if its values differ by more than `wide` times."""
+def value_axis(ax: Axes, log: bool | None) -> None:
+    """A y axis that is logarithmic; None: if its values differ by more than WIDE times."""
     low, high = ax.dataLim.intervaly
-    if 0 < low < np.inf and (log or (log is None and high > wide * low)):
+    if 0 < low < np.inf and (log or (log is None and high > WIDE * low)):
         style.log_axis(ax)
     else:
         ax.margins(y=0.1)

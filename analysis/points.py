@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from analysis import naming, panels, style
-from analysis.grammar import WIDE, Axis, Facet, Figure, in_one_panel
+from analysis.grammar import Axis, Facet, Figure, in_one_panel
 from analysis.load import Runs
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -102,7 +102,7 @@ class Points(Figure):
             ax.set_xlim(-room, len(named) - 1 + room)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
-        panels.value_axis(ax, y.log, WIDE)
+        panels.value_axis(ax, y.log)
 
     def words(self, frame: pd.DataFrame) -> str:
         """The y axes."""

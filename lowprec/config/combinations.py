@@ -9,8 +9,8 @@ from lowprec.config.schema import (
     AUTOCAST,
     CLIPPING,
     LEGAL_SCALERS,
-    LIBRARIES,
     PRESETS,
+    TORCH_OPTIMIZERS,
     Config,
     ModelConfig,
     PrecisionConfig,
@@ -113,7 +113,7 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     for option, owner in (*CLIPPING.items(), ("clip_threshold", "stable_adamw")):
         value = getattr(optimizer, option)
-        others = ("stable_adamw", *LIBRARIES) if option in CLIPPING else ()
+        others = ("stable_adamw", *TORCH_OPTIMIZERS) if option in CLIPPING else ()
         if value is not None and optimizer.name not in (owner, *others):
             allowed = " or ".join([f"optimizer={owner}", *others])
             yield f"optimizer.{option}={value} needs {allowed}, not {optimizer.name}"
@@ -127,18 +127,18 @@ def _optimizer_faults(config: Config) -> Iterator[str]:
 def _conflicts(config: Config) -> Iterator[str]:
     """Pairs of choices that do not work together, each with the reason or the remedy."""
     optimizer, autocast = f"optimizer={config.optimizer.name}", config.precision.autocast
-    of_library, fsdp2 = config.optimizer.name in LIBRARIES, config.distributed.name == "fsdp2"
+    is_torchs, fsdp2 = config.optimizer.name in TORCH_OPTIMIZERS, config.distributed.name == "fsdp2"
     recipes = [precision.recipe for precision in _precisions(config).values()]
     recorder = config.diagnostics.recorder.enabled
     sharded = "does not work with distributed=fsdp2, which shards the state; use ddp"
     conflicts = {
-        f"{optimizer} {sharded}": of_library and fsdp2,
+        f"{optimizer} {sharded}": is_torchs and fsdp2,
         f"optimizer.optim_bits=8 {sharded}": config.optimizer.optim_bits == 8 and fsdp2,
         f"scaler=dynamic {sharded}": config.scaler.name == "dynamic" and fsdp2,
         f"diagnostics.recorder.enabled=true {sharded}": recorder and fsdp2,
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
         "for the rounding of 16-bit parameters; use bf16 or fp16": (
-            of_library and autocast.startswith("pure_")
+            is_torchs and autocast.startswith("pure_")
         ),
         "data.cache keeps decoded images, which data.augment=crop_flip cannot use; leave one of "
         "them out": config.data.cache and config.data.augment == "crop_flip",
@@ -157,7 +157,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
     scaled, streamed = config.scaler.name != "none", config.data.name == "stream"
     recipes = {precision.recipe for precision in _precisions(config).values()}
     high = recipes == {"high"}
-    rule = config.optimizer
+    rule, is_ours = config.optimizer, config.optimizer.name not in TORCH_OPTIMIZERS
     owners = {  # key: whether it is used, and what uses it
         "scaler.init_scale": (scaled, "a scaler (dynamic or fixed)"),
         "scaler.max_skips": (scaled, "a scaler (dynamic or fixed)"),
@@ -170,9 +170,9 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "data.resampled": (not streamed, "data=shards or shapes: a stream has its own order"),
         "data.window": (not streamed, "data=shards or shapes: a stream has its own order"),
         "optimizer.beta2": (rule.beta2_decay is None, "optimizer.beta2_decay=null"),
-        "optimizer.beta2_decay": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
+        "optimizer.beta2_decay": (is_ours, "optimizer=adamw or stable_adamw"),
         "optimizer.clip_weight_decay": (rule.name == "stable_adamw", "optimizer=stable_adamw"),
-        "optimizer.optim_bits": (rule.name not in LIBRARIES, "optimizer=adamw or stable_adamw"),
+        "optimizer.optim_bits": (is_ours, "optimizer=adamw or stable_adamw"),
         "optimizer.min_8bit_size": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
         "optimizer.override_32bit": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
     }

@@ -19,7 +19,7 @@ STATISTICS = (
     *("rms", "grad_norm", "update_norm"),
     *("grad_abs_max", "grad_inf", "grad_nan", "param_norm", "u_min", "u_mean", "u_max"),
 )
-LIBRARIES = ("muon",)  # optimizers of torch, with the interface of ours
+TORCH_OPTIMIZERS = ("muon",)  # wrapped in the interface of ours
 LOGGERS = {  # and the packages that they need
     "tensorboard": "tensorboard",
     "wandb": "wandb",
@@ -31,7 +31,7 @@ CLIPPING = {  # key that bounds the gradient norm, of which a run sets one: its 
     "zclip": "adamw_zclip",
     "skip_sigmas": "adamw_skip_step",
 }
-OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *LIBRARIES)
+OPTIMIZERS = ("adamw", *CLIPPING.values(), "stable_adamw", *TORCH_OPTIMIZERS)
 MAPS = ("precision.products", "optimizer.lr_scale")  # keys whose values are maps
 REMOTE_SCHEMES = ("http", "https", "sftp", "ftps", "scp", "pipe")  # pipe runs a shell command
 AUTOCAST = ("fp32", "bf16", "fp16")  # dtypes under which the weights are float32
@@ -165,14 +165,14 @@ class ScheduleConfig:
 
 
 def num_warmup_steps(warmup_steps: int | None, num_steps: int, shape: str) -> int:
-    """`warmup_steps`; if None, a tenth of the run, or 100 if constant: whatever its `num_steps`."""
+    """`warmup_steps`; if None, a tenth of the run, or 100 steps for a constant rate."""
     if warmup_steps is not None:
         return warmup_steps
     return 100 if shape == "constant" else num_steps // 10
 
 
 def is_sampled(step: int, interval: int | None) -> bool:
-    """Whether a table is recorded at a step: the first, then every so many; None: never."""
+    """Whether a table is recorded at a step: 1 and multiples of `interval`; None: never."""
     return interval is not None and (step == 1 or step % interval == 0)
 
 

@@ -1,4 +1,4 @@
-"""Reports what became of a model's linear layers, and finds those that a forward does not call."""
+"""Reports which linear layers of a model are quantized, and finds those that are never called."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ class Layer:
 class Layers(list[Layer]):
     """The layers that match, in the model's order, and the state of the whole model.
 
-    `print` shows what became of every linear layer, by block, and of attention. Layers include the
-    fused projections of attention.
+    `print` shows the treatment of every linear layer, by block, and of attention. Layers include
+    the fused projections of attention.
 
     Attributes:
         recipe: name of the recipe, or names of several, separated by commas.
         num_layers, num_quantized: linear layers of the whole model.
-        treatments: by layer's name, what became of it. Where nothing has shown that the forward
-            pass calls a layer, it is "unchecked".
+        treatments: by layer's name, its recipe, or "16 bit" and why. Where nothing has shown that
+            the forward pass calls a layer, it is "unchecked".
         share: share of the multiply-adds per token that quantized layers compute, of those of all
             linear layers, Conv1D and experts (see `other_weights`). Of linear layers in an
             nn.ModuleList named `experts`, the share that a token meets counts.
@@ -125,7 +125,7 @@ class Layers(list[Layer]):
         return layer
 
     def _treatment(self, layer: Layer, is_ours: bool) -> str:
-        """What became of a layer; `is_ours`: of an Attention, which calls it."""
+        """A layer's entry in `treatments`; `is_ours`: of an Attention, which calls it."""
         if layer.swapped and layer.name.rpartition(".")[0] in self.fused:
             return f"{layer.recipe}, fused with GELU"
         if layer.swapped:

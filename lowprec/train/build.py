@@ -17,7 +17,7 @@ from lowprec.clip.export import load_weights
 from lowprec.clip.text import Tokenizer, build_classifier, imagenet
 from lowprec.clip.vision import PatchDropout, compile_embedding
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import LIBRARIES, Config, OptimizerConfig, PrecisionConfig
+from lowprec.config.schema import TORCH_OPTIMIZERS, Config, OptimizerConfig, PrecisionConfig
 from lowprec.data.cache import DecodedCache
 from lowprec.data.loader import (
     Batch,
@@ -326,7 +326,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | MuonAdamW
     options = {"clip_norm": clip_norm, "skip": skip}
     key = "optimizer.override_32bit" if rule.override_32bit else f"optimizer={rule.name}"
     with _faults_of(key):
-        if rule.name in LIBRARIES:
+        if rule.name in TORCH_OPTIMIZERS:
             return MuonAdamW(groups, common, **options)
         return StableAdamW(
             groups,

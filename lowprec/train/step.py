@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lowprec.config.schema import LIBRARIES, Config
+from lowprec.config.schema import TORCH_OPTIMIZERS, Config
 from lowprec.data.loader import Batch
 from lowprec.ops.launch import on_device
 from lowprec.optim.clipping import SkipStep
@@ -137,7 +137,7 @@ def can_capture(config: Config, device: torch.device) -> bool:
     """Returns whether a run's step can be a CUDA graph: compiled, on a GPU, no host state.
 
     Recomputation keeps random states on the host, the dynamic scaler a counter that capture would
-    advance, and a library's optimizer needs to know on the host which gradients are finite. FSDP2
+    advance, and torch's Muon needs to know on the host which gradients are finite. FSDP2
     frees and allocates parameters in hooks on the host.
     """
     return (
@@ -147,5 +147,5 @@ def can_capture(config: Config, device: torch.device) -> bool:
         and config.accumulate == 1
         and not config.checkpointing
         and config.scaler.name != "dynamic"
-        and config.optimizer.name not in LIBRARIES
+        and config.optimizer.name not in TORCH_OPTIMIZERS
     )

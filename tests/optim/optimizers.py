@@ -2,7 +2,7 @@
 
 import torch
 
-from lowprec.config.schema import LIBRARIES
+from lowprec.config.schema import TORCH_OPTIMIZERS
 from lowprec.optim.stable_adamw import STATISTICS
 
 RULE = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
@@ -18,7 +18,7 @@ OURS = {  # options of StableAdamW, and the parameters' dtype
     "kernels, 8-bit moments": {"fused": True, "optim_bits": 8, "min_8bit_size": 300, **HALF},
 }
 # kernels are interpreted without a GPU, which takes seconds
-KINDS = (*(kind for kind in OURS if "kernels" not in kind), *LIBRARIES)
+KINDS = (*(kind for kind in OURS if "kernels" not in kind), *TORCH_OPTIMIZERS)
 
 
 def make_params(dtype=torch.float32, device="cpu"):

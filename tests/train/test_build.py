@@ -9,7 +9,7 @@ import torch
 from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import LIBRARIES
+from lowprec.config.schema import TORCH_OPTIMIZERS
 from lowprec.data import loader
 from lowprec.data.open import open_data
 from lowprec.train.build import build, is_slow, parallelize
@@ -97,7 +97,7 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert not can_capture(make_config({"compile": True, "distributed.name": "fsdp2"}), cuda)
     for host in (
         {"precision.autocast": "fp16", "scaler.name": "dynamic"},
-        *({"optimizer.name": name} for name in LIBRARIES),
+        *({"optimizer.name": name} for name in TORCH_OPTIMIZERS),
     ):
         assert not can_capture(make_config({"compile": True, **host}), cuda)
 

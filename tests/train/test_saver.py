@@ -96,10 +96,11 @@ def test_a_full_disk_at_the_record_stops_the_run_with_a_clean_record(run, monkey
 
     message = r"metrics\.jsonl cannot be written: No space left.*bytes are free"
     with pytest.raises(durable.DiskError, match=message):
-        run(at={8: fill})
+        run({"save_every": 2, "keep_checkpoints": None}, at={8: fill})
     rows = read_rows(run.folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert (run.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
+    assert [p.name for p in list_checkpoints(run.folder)] == ["step_000000004", "step_000000006"]
     full = False
     assert run().state == "finished"
 
