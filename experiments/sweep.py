@@ -50,7 +50,7 @@ from lowprec.sweep.status import (
     summary,
 )
 from lowprec.train.ranks import place
-from lowprec.train.sources import sources_of
+from lowprec.train.source_digests import sources_of
 from lowprec.waiting import Waiting
 
 POLL_S = 2.0

@@ -220,9 +220,8 @@ class Monitor:
         finite. If the folder has another run, this one is saved beside it, as `<folder>-2`, with a
         warning. A resumed run, watched with its `step`, may write into its folder again: of a step
         that is there twice, the later row counts. `config` has keys of `lowprec.config.schema` that
-        tell runs apart, such as
-        {"seed": 1, "precision.recipe": "switchback", "batch_size": 256}, and the monitor remembers
-        them. After an error, the rows remain, and another folder can take them.
+        tell runs apart, such as {"seed": 1, "precision.recipe": "switchback"}, and the monitor
+        remembers them. After an error, the rows remain, and another folder can take them.
 
         Raises:
             ConfigError: a key that the schema does not have, or a value of another type.

@@ -61,7 +61,7 @@ class Built:
     tokenizer: Tokenizer
     task: ContrastiveTask
     state: TrainState
-    layers: Layers  # what the recipe did to the linear layers; if it is high, the later one
+    layers: Layers  # under precision.recipe, or if that is high, under precision_change.recipe
     world: Ranks = ONE_PROCESS
 
     def batches_from(self, first: int) -> Iterator[Batch]:
@@ -231,7 +231,7 @@ def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Buil
 
 
 def _apply_recipe(model: nn.Module, precision: PrecisionConfig, device: torch.device) -> Layers:
-    """Applies a recipe; random numbers of its forward on blank inputs leave no trace."""
+    """Applies a recipe; its forward on blank inputs does not change the random state."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), _faults_of(f"precision.recipe={precision.recipe}"):
         return clip.set_precision(model, precision)

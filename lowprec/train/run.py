@@ -39,7 +39,7 @@ from lowprec.train.loggers import Logger
 from lowprec.train.loop import Progress, train
 from lowprec.train.metrics import Ended
 from lowprec.train.signals import StopRequest, stop_request
-from lowprec.train.sources import sources_of
+from lowprec.train.source_digests import sources_of
 
 
 def train_run(
