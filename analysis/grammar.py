@@ -100,7 +100,7 @@ class Figure:
         what = self.words(frame)
         text = f"{what[0].upper()}{what[1:]} of {measures.of_runs(frame)}. {self.text}".rstrip()
         if set(spike_marks.THRESHOLDS) <= set(frame):
-            text += f" {spike_marks.in_words(frame)}"
+            text += f" {spike_marks.describe_protocols(frame)}"
         return text + measures.caption_end(frame)
 
     def words(self, frame: pd.DataFrame) -> str:

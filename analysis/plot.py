@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     is_file = options.out.suffix in (".png", ".pdf", ".csv")
     stem = options.out.with_suffix("") if is_file else options.out
     stem.parent.mkdir(parents=True, exist_ok=True)
-    row, frame = sentence(load_runs(options.runs), where=choices, **named)
+    row, frame = make_figure(load_runs(options.runs), where=choices, **named)
     doing("drawing")
     with style.style():
         canvas = Canvas(layout="constrained")
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def sentence(
+def make_figure(
     runs: Runs,
     y: str = "loss",
     x: str = "step",
@@ -83,7 +83,7 @@ def sentence(
     band: str = "",
     where: dict[str, str] | None = None,
 ) -> tuple[Figure, pd.DataFrame]:
-    """A figure of some runs, as a row of the grammar, and its frame.
+    """A figure of some runs and its frame.
 
     Raises ChoiceError for a name that does not exist, and if no run is left.
     """

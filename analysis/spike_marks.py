@@ -144,7 +144,7 @@ def why_unrecorded(series: Series, protocol: Protocol, tensor: str) -> str:
     return f"{tensor} is not recorded{names and f': choose with --tensor, such as {names}'}"
 
 
-def on_coinciding(num: int) -> str:
+def coinciding_note(num: int) -> str:
     """A sentence on loss spikes at the very step of an RMS spike, or ""."""
     cause = "which therefore cannot be the cause; both may have another cause, such as the batch."
     return f"{num} coincide with an RMS spike, {cause}" if num else ""
@@ -155,7 +155,7 @@ def num_coinciding(spikes: pd.DataFrame, rms: np.ndarray, protocol: Protocol) ->
     return int(rms_spikes(rms, protocol)[spikes["step"] - 1].sum())
 
 
-def that_reach(heads: pd.DataFrame) -> pd.DataFrame:
+def reaching_threshold(heads: pd.DataFrame) -> pd.DataFrame:
     """AdamW's rows of `Runs.runs` in which RMS_t can reach the threshold for RMS spikes."""
     heads, can_spike = of_adamw(heads.dropna(subset="scale")), []
     for head in heads.to_dict("records"):
@@ -253,7 +253,7 @@ def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
     return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns, "follows": follows})
 
 
-def kinds(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
+def split_by_kind(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
     """The rows of one run that begin a loss spike, by kind: rows, color and name."""
     follows = frame["follows"].astype(bool)
     others = frame["loss_spike"].astype(bool) & ~follows
@@ -341,7 +341,7 @@ def lead_table(series: Series, protocol: Protocol) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def in_words(frame: pd.DataFrame) -> str:
+def describe_protocols(frame: pd.DataFrame) -> str:
     """What counts as a spike in a frame that has the columns THRESHOLDS, compared to the paper."""
     rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
     used = [Protocol(**row) for row in rows]

@@ -89,7 +89,7 @@ def _lead_lines(
         f"By chance {counts['chance']:.1%}{'' if np.isnan(counts['low']) else interval}, p = "
         f"{counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g})."
     )
-    same = spike_marks.on_coinciding(spike_marks.num_coinciding(spikes, rms, protocol))
+    same = spike_marks.coinciding_note(spike_marks.num_coinciding(spikes, rms, protocol))
     return [f"{first} {same}".rstrip(), chance, f"The paper: {paper.FOLLOWING_SAID}."]
 
 

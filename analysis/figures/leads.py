@@ -25,7 +25,7 @@ OF_A_LEAD = ("num_spikes", "num_large", "by_chance")
 
 def once_that_reach(heads: pd.DataFrame) -> pd.DataFrame:
     """AdamW's rows in which RMS_t can reach the threshold; one of runs that agree in everything."""
-    return comparison.distinct(spike_marks.that_reach(heads))
+    return comparison.distinct(spike_marks.reaching_threshold(heads))
 
 
 def leads(runs: Runs) -> pd.DataFrame:
@@ -163,7 +163,7 @@ FIGURES = {
     ),
     "tensors_before_spikes": Panels(
         studies=("stability",),
-        where=spike_marks.that_reach,
+        where=spike_marks.reaching_threshold,
         table=tensors,
         plots=(plot_tensors,),
         size=(2, 3.6),

@@ -61,7 +61,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
     at = frame[frame["rms_spike"]]
     below.plot(at["step"], at["rms"], "^", color=RMS, ms=3.5, label=f"RMS spike ({len(at)})")
-    for spikes, color, name in spike_marks.kinds(frame):
+    for spikes, color, name in spike_marks.split_by_kind(frame):
         losses, label = spikes["loss"].clip(upper=top), f"{name} ({len(spikes)})"
         ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
         for step in spikes["step"]:

@@ -17,7 +17,7 @@ from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, Budget, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS, read_row_file
-from analysis.spike_marks import TENSOR, in_words, on_coinciding
+from analysis.spike_marks import TENSOR, coinciding_note, describe_protocols
 from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
 
@@ -93,7 +93,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         planned=planned,
         cards=_cards(data),
         chips=[(text, looks[methods.index(text)], methods.count(text)) for text in chips],
-        protocols=in_words(pd.DataFrame([vars(run.protocol) for run in data])),
+        protocols=describe_protocols(pd.DataFrame([vars(run.protocol) for run in data])),
         is_thinned=any(len(run.curves) < len(run.whole) for run in data),
         runs_differ=bool(differing) or len(data) == 1,
         num_runs=len(data),
@@ -237,7 +237,7 @@ def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
         "table": {"titles": [*titles, "RMS spikes before it in"], "rows": rows},
         "total": total,
         "num": num,
-        "coinciding": on_coinciding(sum(run.num_coinciding for run in spiking)),
+        "coinciding": coinciding_note(sum(run.num_coinciding for run in spiking)),
         "unrecorded": _unrecorded(data),
         "following": sum(run.following["num_following"] for run in spiking),
         "by_onset": sum(run.following["num_by_onset"] for run in spiking),

@@ -79,7 +79,7 @@ def test_runs_without_a_tensor_are_left_out_with_a_warning(make_run, tmp_path):
     runs = load_runs(tmp_path / "runs")
     with pytest.warns(UserWarning, match="1 of 2 runs did not record rms/visual.proj"):
         assert set(runs.tensors("visual.proj")["run"]) == {other.name}
-    assert len(plot.sentence(runs, y="rms/visual.proj", where={"seed": "1"})[1]) == 20
+    assert len(plot.make_figure(runs, y="rms/visual.proj", where={"seed": "1"})[1]) == 20
     assert len(runs.tensors(CONV)) == 40
 
 

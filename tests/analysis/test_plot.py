@@ -38,7 +38,7 @@ def runs(make_run, tmp_path):
 
 
 def test_each_seed_is_a_thin_line_and_their_median_a_thick_one(runs):
-    [ax] = drawn(*plot.sentence(runs, y="loss", hue="optimizer.lr", facet="model"))
+    [ax] = drawn(*plot.make_figure(runs, y="loss", hue="optimizer.lr", facet="model"))
     thick = [line for line in ax.lines if line.get_linewidth() > 1]
     assert len(ax.lines) == 8 and len(thick) == 2
     losses = runs.metrics.pivot(index="step", columns="run", values="loss")
@@ -56,11 +56,11 @@ def test_a_run_of_unknown_precision_goes_by_its_name(make_run):
     run = make_run(experiment=None, autocast="unknown", num_steps=30)
     run = run.rename(run.with_name("mlp"))
     for hue, label in (("", "mlp"), ("optimizer.lr", "lr 1e-3")):
-        row, frame = plot.sentence(load_runs(run), hue=hue)
+        row, frame = plot.make_figure(load_runs(run), hue=hue)
         assert set(frame["label"]) == {label}
         assert drawn(row, frame)[0].lines[0].get_linestyle() == "-"
     make_run(experiment=None, autocast="unknown", num_steps=30, seed=1)
-    [ax] = drawn(*plot.sentence(load_runs(run.parent)))
+    [ax] = drawn(*plot.make_figure(load_runs(run.parent)))
     assert legend(ax) == ["unknown, AdamW"]  # the median of two seeds
 
 
@@ -68,7 +68,7 @@ def test_a_loss_above_the_axis_has_a_marker_at_its_edge(make_run):
     losses = np.full(100, 0.25)
     losses[0], losses[59:62] = 0.27, 240_106
     run = make_run(experiment=None, num_steps=100, losses=losses)
-    row, frame = plot.sentence(load_runs(run))
+    row, frame = plot.make_figure(load_runs(run))
     [ax] = drawn(row, frame)
     assert "Triangles at its upper edge" in row.caption(frame)
     [marks] = [line for line in ax.lines if line.get_marker() == "^"]
@@ -78,7 +78,7 @@ def test_a_loss_above_the_axis_has_a_marker_at_its_edge(make_run):
 
 @pytest.mark.parametrize(("band", "num"), [("seed", 2), ("optimizer.lr", 1)])
 def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
-    row, frame = plot.sentence(runs, y="loss", band=band)
+    row, frame = plot.make_figure(runs, y="loss", band=band)
     [ax] = drawn(row, frame)
     bands = [each for each in ax.collections if not isinstance(each, LineCollection)]
     assert len(ax.lines) == len(bands) == len(legend(ax)) == num
@@ -87,7 +87,7 @@ def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
 
 
 def test_last_values_are_points_with_mean_and_range(runs):
-    row, frame = plot.sentence(runs, y="recall/top1", x="optimizer.lr")
+    row, frame = plot.make_figure(runs, y="recall/top1", x="optimizer.lr")
     [ax] = drawn(row, frame)
     mean, *points = ax.lines
     np.testing.assert_allclose(mean.get_ydata(), [0.2, 0.5])
@@ -101,10 +101,10 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
         scores = {"recall/top1": np.full(20, decay or 0.2)}
         make_run(experiment=None, beta2_decay=decay, num_steps=20, columns=scores)
     runs, key = load_runs(tmp_path / "runs"), "optimizer.beta2_decay"
-    [ax] = drawn(*plot.sentence(runs, y="recall/top1", x=key))
+    [ax] = drawn(*plot.make_figure(runs, y="recall/top1", x=key))
     assert [text.get_text() for text in ax.get_xticklabels()] == ["null", "0.45", "0.65"]
     assert all(len(line.get_xdata()) == 1 or line.get_ls() == "None" for line in ax.lines)
-    [ax] = drawn(*plot.sentence(runs, y="loss", hue=key))
+    [ax] = drawn(*plot.make_figure(runs, y="loss", hue=key))
     assert len(ax.lines) == 3
     assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
 
@@ -118,7 +118,7 @@ def test_names_tell_a_setting_once_and_lines_of_one_color_differ(make_run, tmp_p
         ({"hue": "precision", "facet": "optimizer"}, ["bf16", "SwitchBack int8"]),
         ({"hue": "seed", "where": {"precision": "bf16"}}, [f"seed 0, {name}" for name in bf16]),
     ):
-        row, frame = plot.sentence(runs, **words)
+        row, frame = plot.make_figure(runs, **words)
         lines = frame.drop_duplicates("label")
         assert sorted(lines["label"]) == sorted(names)
         assert len({row.hue.look(line) for _, line in lines.iterrows()}) == len(names)
@@ -127,7 +127,7 @@ def test_names_tell_a_setting_once_and_lines_of_one_color_differ(make_run, tmp_p
 def test_a_hue_with_one_value_has_a_legend_below_the_points(runs):
     with style():  # whose letters are smaller than matplotlib's
         words = {"x": "optimizer.lr", "hue": "optimizer.beta2"}
-        [ax] = drawn(*plot.sentence(runs, y="recall/top1", **words))
+        [ax] = drawn(*plot.make_figure(runs, y="recall/top1", **words))
     box = ax.figure.legends[0].get_window_extent()
     assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
 
@@ -171,10 +171,10 @@ def test_a_legend_of_long_names_is_as_wide_as_the_figure_at_most():
 
 
 def test_names_of_tensors_and_timing_are_drawn(runs):
-    _, rms = plot.sentence(runs, y=f"rms/{CONV}")
+    _, rms = plot.make_figure(runs, y=f"rms/{CONV}")
     values = rms.groupby("run")[f"rms/{CONV}"].apply(list).tolist()
     assert values == [list(map(float, range(1, 31)))] * 6
-    assert len(plot.sentence(runs, y="wall_s")[1]) == 12
+    assert len(plot.make_figure(runs, y="wall_s")[1]) == 12
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
 )
 def test_a_wrong_name_is_refused_with_the_nearest(runs, words, message):
     with pytest.raises(ChoiceError, match=message):
-        plot.sentence(runs, **words)
+        plot.make_figure(runs, **words)
 
 
 def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
@@ -197,7 +197,7 @@ def test_the_command_writes_picture_and_plotted_numbers(runs, tmp_path, capsys):
     out = tmp_path / "out" / "mine"
     assert plot.main(["--runs", str(runs.root), "--out", f"{out}.png", *words]) == 0
     assert sorted(path.suffix for path in out.parent.iterdir()) == [".csv", ".pdf", ".png"]
-    _, frame = plot.sentence(runs, y="loss", hue="optimizer.lr", where={"seed": "1"})
+    _, frame = plot.make_figure(runs, y="loss", hue="optimizer.lr", where={"seed": "1"})
     written = pd.read_csv(f"{out}.csv")
     expected = frame[["run", "step", "loss", "lr"]].rename(columns={"lr": "optimizer.lr"})
     pd.testing.assert_frame_equal(written, expected, check_dtype=False)
@@ -233,7 +233,7 @@ def chance_lines(ax):
 
 
 def test_every_loss_plot_has_the_line_of_chance(runs):
-    [ax] = drawn(*plot.sentence(runs))
+    [ax] = drawn(*plot.make_figure(runs))
     assert chance_lines(ax) == [np.log(128)]
     [ax] = drawn(loss_curves, loss_curves.query(runs))
     assert chance_lines(ax) == [np.log(128)]
