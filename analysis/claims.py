@@ -363,20 +363,24 @@ def summary(rows: list[tuple[Claim, Finding]]) -> str:
             if claim.number == number and claim.short:
                 cell = mini if claim.scale == MINI else large
                 cell.setdefault(claim.short, []).append(finding.verdict.partition(" at ")[0])
-        cells = _in_short(large), _in_short(mini) if mini else "-"
+        cells = _in_short(large, mini), _in_short(mini, large) if mini else "-"
         lines.append(f"| {number} | {statement} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _in_short(verdicts: dict[str, list[str]]) -> str:
-    """`holds`, or `holds: one thing; open: another`; of several rows of one thing, the worst."""
+def _in_short(verdicts: dict[str, list[str]], elsewhere: dict[str, list[str]]) -> str:
+    """`holds`, or `holds: one thing; open: another`; of several rows of one thing, the worst.
+
+    A bare word stands for the whole statement: nothing that is judged `elsewhere` is left out.
+    """
     worst = {name: next(v for v in VERDICTS if v in each) for name, each in verdicts.items()}
     if set(worst.values()) <= {NO_RUNS}:
         return "open: no runs"
     parts: dict[str, list[str]] = {}
     for word in ("holds", "fails", "open"):
         parts[word] = [name for name, verdict in worst.items() if VERDICTS[verdict] == word]
-    if len(worst) in (len(parts["holds"]), len(parts["fails"])):
+    is_whole = elsewhere.keys() <= worst.keys()
+    if is_whole and len(worst) in (len(parts["holds"]), len(parts["fails"])):
         return "holds" if parts["holds"] else "fails"
     return "; ".join(f"{word}: {', '.join(names)}" for word, names in parts.items() if names)
 
