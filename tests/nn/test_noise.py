@@ -29,7 +29,7 @@ def test_sqnr_is_signal_over_noise_in_db():
         assert math.isnan(sqnr_db(*pair))
 
 
-def test_fraction_of_underflowed_elements():
+def test_underflowed_elements_and_the_peak_of_an_operand():
     x = torch.tensor([[100.0, -100.0, 0.1, 0.0], [1.0, 0.9, -0.5, 0.001]])
     for format, granularity, underflowed in (
         (INT8, "rowwise", 2 / 7),
@@ -40,6 +40,8 @@ def test_fraction_of_underflowed_elements():
         result = operand_noise(x, x_hat)
         assert result["underflowed"] == pytest.approx(underflowed)
     assert operand_noise(torch.zeros(2, 3), torch.zeros(2, 3))["underflowed"] == 0
+    x = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
+    assert operand_noise(x, x)["peak"] == pytest.approx(4 / 2.5)
 
 
 @pytest.mark.parametrize("granularity", ["rowwise", "columnwise", "tensorwise"])
