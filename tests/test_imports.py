@@ -41,12 +41,6 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
         assert done.stderr.count(hint) == 2, done.stderr
 
 
-def test_importing_the_model_loads_no_wandb_and_does_not_hide_it():
-    assert (
-        python("-c", "import lowprec.clip, sys; sys.exit('wandb' in sys.modules)").returncode == 0
-    )
-
-
 @pytest.mark.parametrize(
     ("command", "module", "error", "line"),
     [

@@ -6,7 +6,6 @@ operators is needed, so it is enough to declare the two names that it looks up.
 """
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import torch
@@ -28,11 +27,4 @@ if not TORCHVISION_FITS and not hasattr(torch.ops.torchvision, "nms"):
     for _name in ("nms", "qnms"):
         _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-_IS_NEW = "wandb" not in sys.modules
-if _IS_NEW:  # timm imports it for logs of its own, which takes 0.5 s
-    sys.modules["wandb"] = None
-
 import open_clip  # noqa: E402, F401 (needs the names above)
-
-if _IS_NEW:
-    del sys.modules["wandb"]

@@ -70,7 +70,7 @@ def train_run(
     run = directory(config, sources)
     if expected not in (None, str(run)):
         raise RunError(f"{expected}: its data have changed since `submit`, so it is now {run}")
-    record = _open_record(run, config.num_steps, world)
+    record = _open_record(run, config, world)
     if record is None:
         return None
     with stop_request() as stop, contextlib.closing(record):
@@ -96,16 +96,20 @@ def train_run(
     return ended
 
 
-def _open_record(run: Path, num_steps: int, world: Ranks) -> Record | None:
-    """Opens a run's record, for writing in rank 0 only; None if the run has ended."""
+def _open_record(run: Path, config: Config, world: Ranks) -> Record | None:
+    """Opens a run's record, for writing in rank 0 only.
+
+    None if the run has ended; then only a new remark is written.
+    """
     opened: list[Record] = []
 
     def open_first() -> int | None:
         record = Record(run)
         status = record.last_status()
-        is_finished = status["state"] == "finished" and status["step"] >= num_steps
+        is_finished = status["state"] == "finished" and status["step"] >= config.num_steps
         if is_finished or status["state"] == "diverged":
             print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            _write_remark(run, config.remark)
             record.close()
             return None
         opened.append(record)
@@ -115,6 +119,15 @@ def _open_record(run: Path, num_steps: int, world: Ranks) -> Record | None:
     if attempt_number is None:
         return None
     return opened[0] if opened else NullRecord(run, attempt_number)
+
+
+def _write_remark(run: Path, remark: str | None) -> None:
+    path = run / "config.yaml"
+    written = OmegaConf.load(path)
+    if remark is not None and written.get("remark") != remark:
+        written["remark"] = remark
+        durable.replace(path, OmegaConf.to_yaml(written).encode())
+        print(f"its remark is now {remark!r}")
 
 
 def _attempt(

@@ -131,8 +131,10 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work,
     assert ["16", "2", "finished", "2"] in [row[:4] for row in table]
     runs = find_runs(work / "runs" / "sweep")
     assert [path.name.split("-")[3] for path in runs] == ["s1", "s2"]
-    as_command(*command)
-    assert capfd.readouterr().out.count("nothing to do") == 2
+    as_command(*command, "remark=later")
+    output = capfd.readouterr().out
+    assert output.count("nothing to do") == output.count("its remark is now 'later'") == 2
+    assert all(read_config(run).remark == "later" for run in runs)
     names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
 
