@@ -6,10 +6,9 @@ Takes the keys of `train`; `batch_size` is per process here (weak scaling), and 
 is the number of timed steps. Each number of processes runs with `ddp` and `fsdp2`, as under
 torchrun: first one process, then the largest number. `ratio` is to one process: 1 is perfect.
 `communication` is the share of a step that averaging gradients adds to the backward pass (FSDP2
-gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most.
-What can be captured as a CUDA graph is, as in training. A
-case counts only if its loss is finite and the same in all ranks. Lines go to
-`runs/bench/scale/<time>.jsonl`.
+gathers parameters in both of its timings). `memory_gib` is the peak of the rank that needs most. As
+in training, steps are CUDA graphs where possible. A case counts only if its loss is finite and the
+same in all ranks. Lines go to `runs/bench/scale/<time>.jsonl`.
 """
 
 import contextlib
