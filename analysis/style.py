@@ -50,7 +50,7 @@ def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, floa
     return paler(shade, variant)
 
 
-def beta2_color(beta2: float, variant: int) -> tuple[float, float, float]:
+def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
     """The color of a constant beta2 where lines differ by it: dark 0.5 to bright 0.999."""
     averaged = math.log10(1 / (1 - beta2))  # of steps: 0.3 of 0.5, 3 of 0.999
     return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
