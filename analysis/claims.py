@@ -12,16 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from analysis import (
-    cli,
-    evidence,
-    judges,
-    naming,
-    paper,
-    size_judges,
-    spike_judges,
-    spike_marks,
-)
+from analysis import cli, evidence, judges, naming, paper, size_judges, spike_judges, spike_marks
 from analysis.evidence import (
     HIGHEST,
     LARGE,

@@ -65,7 +65,8 @@ def kernel_ms(call: Callable, device: torch.device) -> float:
         return math.nan
     os.environ.setdefault("TEARDOWN_CUPTI", "0")  # else CUDA 12 may crash in later CUDA graphs
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # or it warns
+    # acc_events: otherwise torch warns
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call()
         torch.cuda.synchronize(device)
     return sum(event.self_device_time_total for event in profile.key_averages()) / 1000 or math.nan
