@@ -108,7 +108,7 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
         look = {"color": color("bf16" if case == "high" else case)}
         label = "16 bits, our code" if case == "high" else naming.precision(case)
         drawn = ax.bar(middles, part["value"], width * 0.92, label=label, **look)
-        ax.bar_label(drawn, fmt="%.1f", fontsize=6, padding=1)
+        ax.bar_label(drawn, fmt="%.1f", fontsize=5.2, padding=1)
     large = [place for place, (model, _) in enumerate(shapes) if model == "vit_h14"]
     if large and frame["baseline"].iloc[0] == "high":
         low, high = paper.END_TO_END
