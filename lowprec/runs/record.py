@@ -191,15 +191,23 @@ class Record:
         return [path for path in (*rows, *streams) if path.exists()]
 
     def write_parquet(self) -> None:
-        """Writes `<table>.parquet` for each table: `step` and columns `<statistic>/<name>`."""
+        """Writes `<table>.parquet` for each table: `step` and columns `<statistic>/<name>`.
+
+        A statistic that only some attempts recorded is NaN in the steps of the others.
+        """
         for table in TABLES:
             flushes = list(read_tensors(self.run, table))
             if not flushes:
                 continue
-            _, first, names = flushes[0]
+            names = flushes[0][2]
             columns = {"step": np.concatenate([steps for steps, _, _ in flushes])}
-            for statistic in first:
-                whole = np.concatenate([values[statistic] for _, values, _ in flushes])
+            for statistic in dict.fromkeys(key for _, values, _ in flushes for key in values):
+                whole = np.concatenate(
+                    [
+                        values.get(statistic, np.full((len(steps), len(names)), np.nan, "f4"))
+                        for steps, values, _ in flushes
+                    ]
+                )
                 columns |= {f"{statistic}/{name}": whole[:, i] for i, name in enumerate(names)}
             _write_parquet(self.run / f"{table}.parquet", columns)
 

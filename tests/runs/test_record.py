@@ -210,6 +210,23 @@ def test_parquet_equals_the_streams(tmp_path):
             assert column.dtype == np.float32 and column.tobytes() == whole[:, i].tobytes()
 
 
+def test_parquet_has_the_statistics_of_all_attempts(tmp_path):
+    steps, values = batch(1)
+    kept, *_, dropped = values
+    for recorded in (values, {kept: values[kept], "kurtosis": values[dropped]}):
+        record = start(tmp_path)
+        record.append_tensors(steps, recorded, NAMES)
+        record.close()
+    with contextlib.closing(start(tmp_path)) as record:
+        record.write_parquet()
+    table = pyarrow.parquet.read_table(tmp_path / "tensors.parquet")
+    num = len(steps)
+    for statistic, missing in ((dropped, slice(num, None)), ("kurtosis", slice(num))):
+        isnan = np.isnan(table[f"{statistic}/{NAMES[0]}"].to_numpy())
+        assert isnan[missing].all() and isnan.sum() == num
+    assert not np.isnan(table[f"{kept}/{NAMES[0]}"].to_numpy()).any()
+
+
 def test_status_is_whole_at_every_moment(tmp_path, record):
     record.status("running", 0)
     done = threading.Event()
