@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from scipy import stats
 
 from analysis import comparison, measures, naming, spike_marks
 from analysis.bench import load_lines
-from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all
+from analysis.load import EXPERIMENTS, NoRunsError, Runs, command, load_all, planned
 from lowprec.runs.read import ENDED
 
 REPRODUCED, NOT, UNDECIDED, NO_RUNS = "reproduced", "not reproduced", "undecided", "no runs"
@@ -103,10 +103,26 @@ class Evidence:
     def outcomes(self, studies: Sequence[str]) -> pd.DataFrame:
         """`measures.outcomes`; the `precision.label` of a custom recipe names its products."""
         runs = self.runs(studies)
-        table = measures.outcomes(runs, runs.runs)
-        narrow = comparison.narrow_products(table)
-        labels = narrow.where(narrow != "", table["precision.label"])
-        return table.assign(**{"precision.label": labels})
+        return _with_products(measures.outcomes(runs, runs.runs))
+
+    def need_all(self, study: str, varied: str, values: Collection) -> None:
+        """Raises NoRunsError unless each run that a study's file names has ended.
+
+        Only runs with some values of a setting count, as `outcomes` names them. A run is known by
+        the settings in which the study's runs differ.
+        """
+        at = self.summaries
+        is_its = (at["experiment"] == study) & (at["scale"] == self.scale)
+        ended = at[is_its & at["state"].isin(ENDED)]
+        if ended.empty:
+            raise self.lacking("", (study,))
+        plan, ended = map(_with_products, (planned(f"{study}_{self.scale}"), ended))
+        own = plan[varied].isin(list(values))
+        plan = plan.map(comparison.written).loc[:, lambda texts: texts.nunique() > 1][own]
+        ended = ended.reindex(columns=plan.columns).map(comparison.written)
+        runs, there = (set(table.itertuples(index=False, name=None)) for table in (plan, ended))
+        if missing := len(runs - there):
+            raise self.lacking(f"{missing} of {len(runs)} runs", (study,))
 
     def differences(
         self, varied: str, one: object, other: object, value: str, studies: Sequence[str],
@@ -174,6 +190,13 @@ class Evidence:
         holds = False if sample.low > MARGIN or sample.high < -MARGIN else holds
         why = "an interval extends beyond its margin; more seeds are needed"
         return self.decide(ours, holds, sample.num, why)
+
+
+def _with_products(runs: pd.DataFrame) -> pd.DataFrame:
+    """Runs whose `precision.label`, for a custom recipe, names its products."""
+    narrow = comparison.narrow_products(runs)
+    labels = narrow.where(narrow != "", runs["precision.label"])
+    return runs.assign(**{"precision.label": labels})
 
 
 def count_spikes(run: Runs, head: dict) -> dict[str, float]:

@@ -5,13 +5,14 @@ that make it. Times are compared as the share of time saved, as in the paper: a 
 is 1 / 0.9 = 1.11 times as fast.
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 
-from analysis import bench, measures, naming, paper
+from analysis import bench, evidence, measures, naming, paper
 from analysis.comparison import counted
 from analysis.evidence import (
     NO_GAIN,
@@ -27,7 +28,7 @@ from analysis.load import NoRunsError
 
 H14 = paper.ACCURACY_MODEL
 H14_KEYS = "model=vit_h14 model.patch_dropout=0.5 batch_size=256 compile=true checkpointing=true"
-H14_WIDTH, BF16 = 1280, "bf16"
+H14_WIDTH, BF16, RECIPE = 1280, "bf16", "precision.label"
 OF_GROWTH = "less growth in absolute terms, not as a ratio, which is one of small numbers"
 
 
@@ -57,12 +58,17 @@ def higher(
 
 
 def same(
-    records: Evidence, varied: str, one: object, other: object, studies: Sequence[str]
-) -> Finding:
+    records: Evidence, varied: str, one: object, other: object, studies: Sequence[str],
+    planned: str = "",
+) -> Finding:  # fmt: skip
     """Judges whether the mean R@1 with `varied` at both values is equal, in the largest model.
 
-    The validation loss, relative to that at `other`, is given but not judged.
+    The validation loss, relative to that at `other`, is given but not judged. `planned` is a study
+    that takes the place of `studies` once all of its runs with these values have ended.
     """
+    with contextlib.suppress(NoRunsError):
+        records.need_all(planned, varied, (one, other))
+        studies = (planned,)
     pairs = records.differences(varied, one, other, "recall", studies)
     logs = records.differences(varied, one, other, "log_loss", studies)
     *_, model = pairs
@@ -78,6 +84,39 @@ def same(
     if of_largest and of_largest.num:
         ours += f"; validation loss, %: {of_largest}"
     return records.equal(ours, pairs[model])
+
+
+def costs(records: Evidence, recipe: str, study: str) -> Finding:
+    """Judges whether a recipe costs R@1 compared with bf16, once a study has all runs of both.
+
+    The size of features at the end, relative to that in bf16, is given but not judged.
+    """
+    records.need_all(study, RECIPE, (recipe, BF16))
+    finding = higher(records, RECIPE, BF16, recipe, (study,))
+    words = (
+        f"; {naming.model(model)}, E[abs(x)] of the last vision block at the end: "
+        f"{values.mean():.2f} times bf16's ({values.min():.2f} to {values.max():.2f})"
+        for model, values in feature_ratios(records, recipe, (study,)).items()
+    )
+    return finding._replace(ours=finding.ours + "".join(words))
+
+
+def feature_ratios(
+    records: Evidence, recipe: str, studies: Sequence[str], step: int | None = None
+) -> dict[str, pd.Series]:
+    """By model and seed: E[abs(x)] of the last vision block, relative to bf16.
+
+    At a step, or at the last one; runs that did not record it there are left out.
+    """
+    runs, loaded = records.outcomes(studies), records.runs(studies)
+    runs = runs[runs[RECIPE].isin([recipe, BF16])]
+    sizes = []
+    for head in runs.to_dict("records"):
+        values = measures.last_block(loaded.only(head["run"]), head["model.vision_layers"])
+        sizes.append(values.get(step or head["num_steps"]))
+    runs = runs.assign(log_size=np.log(np.array(sizes, float)))
+    by_model = evidence.differences(runs, RECIPE, recipe, BF16, "log_size")
+    return {model: np.exp(values) for model, values in by_model.items()}
 
 
 def _of_models(pairs: dict[str, pd.Series]) -> str:

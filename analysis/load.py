@@ -7,6 +7,7 @@ and a note that says what is missing. Files are read when a table is first acces
 
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pandas as pd
 
 from analysis import run_files
 from analysis.comparison import counted
+from lowprec.config.compose import compose_command
 from lowprec.nearest import nearest_path
 from lowprec.runs.read import ENDED
 
@@ -188,6 +190,14 @@ def command(experiment: str, scale: str | None = None) -> str:
     ]
     name = next((n for n in names if (EXPERIMENTS / f"{n}.yaml").exists()), experiment)
     return f"python -m experiments.train -m experiment={name}"
+
+
+def planned(study: str) -> pd.DataFrame:
+    """The flat configs of the runs that `conf/experiment/<study>.yaml` names, a row each."""
+    configs = [run.config for run in compose_command([f"experiment={study}"], multirun=True)]
+    labels = [config.precision.label for config in configs]
+    table = pd.DataFrame([run_files.flatten(asdict(config)) for config in configs])
+    return table.assign(**{"precision.label": labels})
 
 
 def _experiments(summaries: pd.DataFrame) -> str:

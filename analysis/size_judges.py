@@ -13,11 +13,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis import comparison, evidence, measures, naming
+from analysis import comparison, evidence, naming
 from analysis.evidence import ALPHA, TWO_ONE_SIDED, UNDECIDED, Evidence, Finding, Sample
+from analysis.judges import RECIPE, feature_ratios
 from analysis.load import NoRunsError
 
-RECIPE, LARGEST = "precision.label", "vit_h14"
+LARGEST = "vit_h14"
 EQUALITY = "equality"  # alone decides FAMILY: its seeds have chosen nothing
 STUDIES = ("weight_gradient", "lr_map", EQUALITY, "accuracy_vs_size")
 OF_WIDTH, WIDTHS = "weight_gradient", ["vit_b14", "vit_l14", "vit_h14"]  # the sizes it names
@@ -181,25 +182,13 @@ def fails(records: Evidence, recipe: str) -> Finding:
     return Finding(ours, UNDECIDED, f"{why}; one seed at some" if len(lone) else why)
 
 
-def feature_ratios(records: Evidence, recipe: str) -> pd.Series:
-    """By seed: E[abs(x)] of ViT-H/14's last vision block at step EARLY, relative to bf16."""
-    runs, loaded = records.outcomes(STUDIES), records.runs(STUDIES)
-    runs = runs[(runs["model.name"] == LARGEST) & runs[RECIPE].isin([recipe, "bf16"])]
-    sizes = [
-        measures.last_block(loaded.only(head["run"]), head["model.vision_layers"]).get(EARLY)
-        for head in runs.to_dict("records")
-    ]
-    runs = runs.assign(log_size=np.log(np.array(sizes, float)))
-    by_model = evidence.differences(runs, RECIPE, recipe, "bf16", "log_size")
-    if not by_model:
-        raise records.lacking(f"{recipe} and bf16 of {LARGEST}", STUDIES)
-    return np.exp(by_model[LARGEST])
-
-
 def _ratios(
     records: Evidence, recipes: Sequence[str], low: float, high: float = math.inf
 ) -> tuple[str, str]:
-    ratios = {name: feature_ratios(records, name) for name in recipes}
+    of_models = {name: feature_ratios(records, name, STUDIES, EARLY) for name in recipes}
+    ratios = {name: by_model.get(LARGEST) for name, by_model in of_models.items()}
+    if missing := [name for name, values in ratios.items() if values is None]:
+        raise records.lacking(f"{missing[0]} and bf16 of {LARGEST}", STUDIES)
     ours = "; ".join(
         f"{naming.PRECISIONS.get(name, [name])[0]} {_values(values)}"
         for name, values in ratios.items()

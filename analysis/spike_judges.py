@@ -133,6 +133,37 @@ def fewer(
     return records.larger(ours, differences, unless)
 
 
+def lower(
+    records: Evidence, study: str, varied: str, values: tuple, by: str, studies: Sequence[str]
+) -> Finding:
+    """Judges whether the highest loss spike is lower with a setting's first value than its second.
+
+    It must be lower at each level of `by`. The runs with the first value are those of a study, once
+    all of them have ended, those with the second of other studies. All but the GPU must agree.
+    """
+    records.need_all(study, varied, values[:1])
+    counts, scores = records.spikes((study, *studies)), records.outcomes((study, *studies))
+    counts = counts.assign(gpu="", recall=counts["run"].map(scores.set_index("run")["recall"]))
+    pairs = comparison.matched(counts, varied, values)
+    if set(pairs[by]) != set(counts.loc[counts["experiment"] == study, by]):
+        raise records.lacking(f"runs at each {comparison.short(by)}", studies)
+    parts, verdicts, num = [], [], []
+    for level, runs in pairs.groupby(by):
+        sample = Sample.of(evidence.difference(runs, varied, *values[::-1], HIGHEST))
+        means = runs.groupby(varied)[[HIGHEST, SPIKES, LARGE, "recall"]].mean().loc[[*values]]
+        ours = (" instead of ".join(f"{mean:.3g}" for mean in means[name]) for name in means)
+        highest, spikes, large, recall = ours
+        parts.append(
+            f"{comparison.short(by)} {level:g}: {highest} nats, lower by {sample}; loss "
+            f"spikes per run {spikes}, over {spike_marks.LARGE:g} nat {large}; R@1, %, {recall}"
+        )
+        verdicts.append(evidence.above(sample.low, sample.high, 0.0))
+        num.append(sample.num)
+    holds = False if False in verdicts else None if None in verdicts else True
+    ours = f"highest loss spike of a run: {'; '.join(parts)}"
+    return records.decide(ours, holds, min(num), "an interval contains 0; more seeds are needed")
+
+
 def follow(records: Evidence, studies: Sequence[str]) -> Finding:
     """Judges the share of AdamW's loss spikes that follow an RMS spike of the patch embedding.
 
