@@ -27,7 +27,7 @@ from lowprec.runs.read import find_runs
 
 FILES = ("config.yaml", "environment.json", "status.json", "metrics.jsonl", "timing.jsonl")
 FILES += ("attempts.jsonl", "events.jsonl", "skips.jsonl", "evaluations.jsonl")
-FILES += ("quant_error.jsonl", "retrieved.jsonl")
+FILES += ("quant_error.jsonl", "retrieved.jsonl", "predictors.jsonl")
 SMALLER = zipfile.ZIP_BZIP2  # for lines of JSON, by a sixth
 
 

@@ -13,6 +13,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity
 from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.record import NullRecord, Record
-from lowprec.train.build import build, is_slow, pick_device
+from lowprec.train.build import Built, build, is_slow, pick_device
 from lowprec.train.checkpoint import keep_weights
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.failures import fail, watched
@@ -47,13 +48,15 @@ def train_run(
     world: Ranks | None = None,
     progress: Progress | None = None,
     expected: str | None = None,
+    build_objects: Callable[[Config, Data, Ranks], Built] = build,
 ) -> Ended | None:
     """Trains a checked config into its run directory, from its newest checkpoint if it has one.
 
     All ranks call it; rank 0 writes the record and the console. A run that diverges is a result,
     not an error. `world` is this process alone by default. `expected` is the run directory that a
-    sweep has planned: changed data would name another run. Returns how the attempt ended: finished,
-    diverged or preempted; None if the run had ended before.
+    sweep has planned: changed data would name another run. `build_objects` is called instead of
+    `build`. Returns how the attempt ended: finished, diverged or preempted; None if the run had
+    ended before.
 
     Raises ConfigError for settings that were removed, or if the data or the model reveal a fault in
     the config, RunError if the run cannot continue (the message says what the user can do), and
@@ -76,7 +79,9 @@ def train_run(
     with stop_request() as stop, contextlib.closing(record):
         try:
             with contextlib.closing(progress), watched(config, record, world):
-                ended, logger = _attempt(config, data, sources, record, stop, world, progress)
+                ended, logger = _attempt(
+                    config, data, sources, record, stop, world, progress, build_objects
+                )
         except BaseException as error:
             with ignored_child_signals():  # a broken pipe is often noticed before them
                 fail(error, config, record)
@@ -138,12 +143,13 @@ def _attempt(
     stop: StopRequest,
     world: Ranks,
     progress: Progress,
+    build_objects: Callable[[Config, Data, Ranks], Built],
 ) -> tuple[Ended, Logger]:
     plain = asdict(config)
     plain["data"]["train"] = without_secrets(config.data.train)  # a signed URL is a secret
     world.first(lambda: _begin_record(config, plain, sources, record, world))
     progress.doing("building")
-    built = world.together(lambda: build(config, data, world))
+    built = world.together(lambda: build_objects(config, data, world))
     if is_slow(config, built.device):
         print("note: this CPU has no bf16 instructions: precision=fp32 is several times as fast")
     if world.is_first and built.layers.recipe != "high":

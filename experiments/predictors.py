@@ -1,0 +1,55 @@
+"""Trains like `experiments.train` and measures what may announce a loss spike.
+
+    python -m experiments.predictors -m experiment=early_warnings_mini
+
+Before every second step, one Hessian-vector product with the step's batch gives the curvature of
+arXiv:2506.04805; the same pass gives the kurtosis of the patch embedding's gradient and of each
+block's output. They are rows of `predictors.jsonl` in the run directory. The run needs AdamW
+without clipping, loss scaling or low precision, in one process.
+"""
+
+from contextlib import closing
+from functools import partial
+from operator import attrgetter
+
+from experiments.entry import run_command
+from experiments.train import ProgressBar
+from lowprec.config.check import ConfigError
+from lowprec.config.schema import Config
+from lowprec.train.preflight import preflight
+
+EVERY = 2  # steps
+NEEDED = {
+    "optimizer.name": "adamw",
+    "optimizer.optim_bits": 32,
+    "optimizer.beta2_decay": None,
+    "optimizer.lr_scale": None,
+    "scaler.name": "none",
+    "precision.recipe": "high",
+    "precision_change.step": None,
+    "distributed.name": "none",
+    "accumulate": 1,
+}
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for a run that cannot be measured."""
+    given = {key: attrgetter(key)(config) for key in NEEDED}
+    wrong = [key for key, value in given.items() if value != NEEDED[key]]
+    if wrong:
+        raise ConfigError([f"{k}={given[k]}: predictors need {k}={NEEDED[k]}" for k in wrong])
+    preflight(config)
+
+
+def main(config: Config) -> None:
+    """Trains a run and measures it."""
+    check(config)
+    from experiments.curvature import build_measured  # these load torch
+    from lowprec.train.run import train_run
+
+    with closing(ProgressBar(config)) as progress:
+        train_run(config, progress=progress, build_objects=partial(build_measured, every=EVERY))
+
+
+if __name__ == "__main__":
+    run_command(main, "train", preflight=check)

@@ -1,0 +1,112 @@
+"""Curvature and kurtosis: their definitions, and that measuring them changes no run."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from experiments import predictors
+from experiments.curvature import curvature, hessian_product, kurtosis, plain_task
+from lowprec.config.check import ConfigError
+from lowprec.config.schema import Config, OptimizerConfig, ScheduleConfig
+from lowprec.optim.stable_adamw import StableAdamW
+from lowprec.runs.read import read_rows
+from lowprec.train.build import build
+from lowprec.train.run import train_run
+
+
+def test_kurtosis_is_that_of_the_definition_in_float64():
+    for scale, shift in ((1.0, 0.0), (1e-12, 0.0), (3.0, 5.0)):
+        x = scale * torch.randn(40, 50).exp() + shift
+        values = x.double().numpy()
+        deviations = values - values.mean()
+        expected = np.mean(deviations**4) / np.mean(deviations**2) ** 2 - 3
+        assert kurtosis(x).item() == pytest.approx(expected, rel=1e-4) and expected > 5
+    assert kurtosis(torch.randn(10**6)).abs() < 0.05
+
+
+def test_the_product_with_the_hessian_is_the_difference_of_gradients(make_config):
+    task = plain_task(build(make_config({"model.vision_layers": 1}), None))
+    model = task.model.double()
+    params = dict(model.named_parameters())
+    pixels, tokens = torch.randn(8, 3, 32, 32).double(), torch.randint(1, 512, (8, 8))
+
+    def loss():
+        return task.loss_fn(**model(pixels, tokens))
+
+    def moved(step):
+        with torch.no_grad():
+            for name, p in params.items():
+                p.add_(gradient[name], alpha=step)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        gradient, product = hessian_product(loss(), params)
+        moved(1e-8)
+        above = torch.autograd.grad(loss(), [*params.values()])
+        moved(-2e-8)
+        below = torch.autograd.grad(loss(), [*params.values()])
+    for high, low, exact in zip(above, below, product.values(), strict=True):
+        torch.testing.assert_close(exact, (high - low) / 2e-8, rtol=1e-4, atol=1e-5)
+    assert max(x.abs().max() for x in product.values()) > 0.1
+
+
+def state(moments, step, **rule):
+    """The objects of a run before a step, with parameters of these second moments."""
+    params = [(name, torch.nn.Parameter(torch.ones(len(u)))) for name, u in moments.items()]
+    optimizer = StableAdamW(params)
+    for name, u in moments.items():
+        optimizer.tensors()["exp_avg_sq"][name].copy_(torch.tensor(u))
+    schedule = ScheduleConfig("constant", warmup_steps=0)
+    config = Config(num_steps=step, optimizer=OptimizerConfig(**rule), schedule=schedule)
+    return SimpleNamespace(config=config, state=SimpleNamespace(optimizer=optimizer))
+
+
+def test_curvature_weights_each_direction_by_the_second_moment_with_its_gradient():
+    built = state({"a": [4.0, 1.0], "b": [0.0]}, 4, lr=0.01, beta1=0.5, beta2=0.75, eps=0.125)
+    gradient = {"a": torch.tensor([3.0, -1.0]), "b": torch.tensor([2.0])}
+    product = {"a": torch.tensor([2.0, 5.0]), "b": torch.tensor([-1.0])}
+    beta2 = 0.75 * (1 - 0.75**3) / (1 - 0.75**4)
+    u = 4 * beta2 + 9 * (1 - beta2), 1.0, 4 * (1 - beta2)
+    along = sum(x / (v**0.5 + 0.125) for x, v in zip((6, -5, -2), u, strict=True))
+    expected = 0.01 / 2 * (0.5 / 1.5) / (1 - 0.5**4) * along / 14
+    assert curvature(built, 4, gradient, product).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.95, 1.05])
+def test_adamw_with_a_constant_second_moment_is_stable_where_curvature_is_below_1(factor):
+    sharpness, one = 7.0, {"x": torch.ones(1)}  # of a parabola at x = 1 / 7, where g = 1
+    product = {"x": torch.tensor([sharpness])}
+    per_rate = curvature(state({"x": [1.0]}, 10**6, lr=1.0), 10**6, one, product).item()
+    x, moment, lr = 1.0, 0.0, factor / per_rate
+    for _ in range(2000):
+        moment = 0.9 * moment + 0.1 * sharpness * x
+        x -= lr * moment / (1 + 1e-6)
+    assert (abs(x) < 1e-3) == (factor < 1)
+
+
+def test_a_measured_run_is_the_same_run_with_a_row_for_every_second_step(make_config, tmp_path):
+    changes = {"model.patch_dropout": 0.5, "num_steps": 6, "schedule.warmup_steps": 2}
+    runs = [tmp_path / "plain", tmp_path / "measured"]
+    plain, measured = (make_config({**changes, "run_dir": str(run)}) for run in runs)
+    train_run(plain)
+    predictors.main(measured)
+    [before], [after] = (list(Path(run).rglob("metrics.jsonl")) for run in runs)
+    assert before.read_bytes() == after.read_bytes()
+    rows, losses = read_rows(after.parent / "predictors.jsonl"), read_rows(after)
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    for row in rows:
+        assert row["loss"] == pytest.approx(losses[row["step"] - 1]["loss"], rel=1e-5)
+        assert all(math.isfinite(value) for value in row.values())
+        blocks = [name for name in row if name.startswith("activation_kurtosis/")]
+        names = "visual.transformer.resblocks.0", "transformer.resblocks.0"
+        assert blocks == [f"activation_kurtosis/{name}" for name in names]
+
+
+def test_runs_that_cannot_be_measured_are_refused_by_their_key(make_config):
+    config = make_config({"optimizer.name": "stable_adamw", "optimizer.clip_threshold": 1.0})
+    with pytest.raises(ConfigError, match="optimizer.name=stable_adamw: predictors need .*=adamw"):
+        predictors.main(config)
