@@ -22,6 +22,7 @@ MINI, TRUE_SIZE, TIMES = "mini", "true_size", ""  # scales of runs; benchmark li
 AT = {MINI: " at mini scale", TRUE_SIZE: " at true size", TIMES: ""}  # ends of a verdict
 LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests, after Holm's correction
+UPPER, MOST_SEEDS = 0.8, 1000  # of `num_seeds`
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 
@@ -180,7 +181,8 @@ class Evidence:
         """A mean above 0: the whole interval, or none of it; `unless`: why that is too little."""
         sample = Sample.of(values)
         holds = above(sample.low, sample.high, 0.0)
-        why = unless or "the interval contains 0; more seeds are needed"
+        needed = seeds_needed(values, sample.mean, (1 - LEVEL) / 2)
+        why = unless or f"the interval contains 0; {needed}"
         return self.decide(ours, None if holds and unless else holds, sample.num, why)
 
     def equal(self, ours: str, values: pd.Series) -> Finding:
@@ -188,7 +190,8 @@ class Evidence:
         sample = Sample.of(values, TWO_ONE_SIDED)
         holds = True if -MARGIN <= sample.low and sample.high <= MARGIN else None
         holds = False if sample.low > MARGIN or sample.high < -MARGIN else holds
-        why = "an interval extends beyond its margin; more seeds are needed"
+        needed = seeds_needed(values, MARGIN - abs(sample.mean), (1 - TWO_ONE_SIDED) / 2)
+        why = f"the interval extends beyond its margin; {needed}"
         return self.decide(ours, holds, sample.num, why)
 
 
@@ -266,6 +269,30 @@ def differences(
         usual = group["seed"].groupby(settings).nunique().idxmax()
         by_model[model] = difference(group[settings == usual], varied, one, other, value).dropna()
     return by_model
+
+
+def num_seeds(values: pd.Series, room: float, level: float) -> int | None:
+    """The seeds at which a one-sided t test decides, if the mean stays as it is; None: too many.
+
+    `values` has one element per seed; `room` is the distance from their mean to what it is compared
+    with. The least n with t(1 - level, n - 1) s / sqrt(n) < abs(room), where s is the one-sided
+    UPPER confidence limit of the standard deviation, because the observed one is often too small
+    (Browne, Statistics in Medicine 14, 1995): sd sqrt((num - 1) / chi2(1 - UPPER, num - 1)).
+    """
+    if (num := len(values)) < 2:
+        return None
+    limit = values.std() * math.sqrt((num - 1) / stats.chi2.ppf(1 - UPPER, num - 1))
+    for n in range(num + 1, MOST_SEEDS):
+        if stats.t.ppf(1 - level, n - 1) * limit / math.sqrt(n) < abs(room):
+            return n
+    return None
+
+
+def seeds_needed(values: pd.Series, room: float, level: float) -> str:
+    """`14 seeds would decide it if the difference stays as it is`, by `num_seeds`."""
+    num = num_seeds(values, room, level)
+    needed = f"{num} seeds would decide it" if num else f"not by {MOST_SEEDS:,} seeds"
+    return f"{needed} if the difference stays as it is"
 
 
 def page(by_seed: pd.DataFrame) -> float:

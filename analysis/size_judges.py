@@ -27,8 +27,6 @@ MARGIN = 3.0  # % of the validation loss: less is equal
 LOG_MARGIN = math.log1p(MARGIN / 100)
 TRAINS, FAILS = 0.1, 1.0  # nats: the validation loss minus that of the model's best bf16 run
 EARLY = 300  # step of the early record of features
-UPPER = 0.8  # one-sided level of the standard deviation from which seeds are planned
-MOST_SEEDS = 1000
 EQUAL, HIGHER, WORSE = "equal", "higher", "worse"  # WORSE: by the test of EQUAL, which denies it
 FAMILY = {  # Holm's correction is for these: two recipes, how the first one's loss compares
     ("switchback", "bf16"): EQUAL,
@@ -43,7 +41,8 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
 
     Equality: two one-sided tests with MARGIN. Worse: higher by more than MARGIN; refuted by
     equality. p-values of FAMILY are corrected. A diverged run has no loss, so that its pair decides
-    nothing.
+    nothing. The seeds that would confirm it are counted at ALPHA over the number of tests, those
+    that would refute it at ALPHA.
     """
     by_model = changes(records, one, other)
     *_, (model, values) = by_model.items()
@@ -64,9 +63,8 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     holds = True if p < ALPHA else False if is_below or (how == EQUAL and is_above) else None
     if how == WORSE:
         holds = True if is_above else False if holds is not None else None
-    needed = num_seeds(values, test, num_tests)
-    why = f"{needed} seeds would decide it" if needed else f"not by {MOST_SEEDS:,} seeds"
-    why += " if the difference stays as it is"
+    room = sample.mean if test == HIGHER else LOG_MARGIN - abs(sample.mean)
+    why = evidence.seeds_needed(values, room, ALPHA / num_tests if room > 0 else ALPHA)
     return records.decide(ours, holds, len(values), why)
 
 
@@ -95,23 +93,6 @@ def p_value(values: pd.Series, how: str) -> float:
     above = stats.ttest_1samp(values, -LOG_MARGIN, alternative="greater").pvalue
     below = stats.ttest_1samp(values, LOG_MARGIN, alternative="less").pvalue
     return float(max(above, below))
-
-
-def num_seeds(values: pd.Series, how: str, num_tests: int) -> int | None:
-    """Seeds that decide if the mean stays and the deviation is at its upper limit; None: too many.
-
-    To confirm, the level is ALPHA divided by the number of tests; to refute, it is ALPHA.
-    """
-    num, mean = len(values), float(values.mean())
-    if num < 2:
-        return None
-    limit = values.std() * math.sqrt((num - 1) / stats.chi2.ppf(1 - UPPER, num - 1))
-    room = mean if how == HIGHER else LOG_MARGIN - abs(mean)
-    level = ALPHA / num_tests if room > 0 else ALPHA
-    for n in range(num + 1, MOST_SEEDS):
-        if stats.t.ppf(1 - level, n - 1) * limit / math.sqrt(n) < abs(room):
-            return n
-    return None
 
 
 def penalty_by_size(records: Evidence) -> Finding:

@@ -161,7 +161,7 @@ def lower(
         num.append(sample.num)
     holds = False if False in verdicts else None if None in verdicts else True
     ours = f"highest loss spike of a run: {'; '.join(parts)}"
-    return records.decide(ours, holds, min(num), "an interval contains 0; more seeds are needed")
+    return records.decide(ours, holds, min(num), "an interval contains 0")
 
 
 def follow(records: Evidence, studies: Sequence[str]) -> Finding:

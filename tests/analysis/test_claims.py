@@ -3,6 +3,7 @@
 The claims about spikes are in test_spike_claims.py.
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -65,6 +66,28 @@ def test_interval_of_a_share_is_wilsons_and_widens_where_runs_differ():
 )
 def test_equivalence_needs_the_whole_interval_within_the_margin(tmp_path, values, verdict):
     assert Evidence([tmp_path]).equal("", pd.Series(values)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("values", "judge", "num"),
+    [
+        ([-0.2, 1.0, 0.4], "larger", 42),
+        ([0.1, -0.7, 0.3], "equal", 24),
+        ([0.2, 0.9, 0.4], "equal", None),  # at its margin
+        ([0.2, 0.9, 0.7], "equal", 160),  # refuted by then
+    ],
+)
+def test_an_undecided_row_says_how_many_seeds_would_decide_it(tmp_path, values, judge, num):
+    finding = getattr(Evidence([tmp_path]), judge)("", pd.Series(values))
+    assert finding.verdict == UNDECIDED
+    by = f"{num} seeds would decide it" if num else "not by 1,000 seeds"
+    assert f"; {by} if the difference stays as it is" in finding.why
+    limit = np.std(values, ddof=1) * math.sqrt(2 / 0.44629)  # chi2.ppf(0.2, 2)
+    for seeds, is_open in ((num - 1, True), (num, False)) if num else ():
+        more = np.resize([1.0, -1.0], seeds)
+        more = np.mean(values) + (more - more.mean()) / more.std(ddof=1) * limit
+        found = getattr(Evidence([tmp_path]), judge)("", pd.Series(more)).verdict
+        assert (found == UNDECIDED) == is_open
 
 
 def arms(key, *values):

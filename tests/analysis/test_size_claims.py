@@ -7,9 +7,8 @@ import pandas as pd
 import pytest
 
 from analysis import claims, make, paper, size_judges
-from analysis.evidence import NO_RUNS, NOT, REPRODUCED, UNDECIDED, Evidence
+from analysis.evidence import ALPHA, NO_RUNS, NOT, REPRODUCED, UNDECIDED, Evidence, num_seeds
 from analysis.measures import RECALL, VALIDATION_LOSS
-from analysis.size_judges import EQUAL, HIGHER
 from lowprec.config.schema import InterventionConfig, ModelConfig
 from tests.analysis.test_block_figures import INT8
 from tests.analysis.test_claims import one
@@ -138,10 +137,10 @@ def test_as_many_seeds_are_needed_as_the_protocol_plans():
     deviation = 1.7 * math.sqrt(2) / 100  # of differences of two arms, at the upper 80% limit
     factor = 3.9470  # 1 / sqrt(chi2.ppf(0.2, 1))
     values = pd.Series([1, -1]) * deviation / factor / math.sqrt(2)
-    assert size_judges.num_seeds(values, EQUAL, 4) == 7
-    assert size_judges.num_seeds(values[:1], EQUAL, 4) is None
-    assert size_judges.num_seeds(values + 0.03, HIGHER, 4) == 7
-    assert size_judges.num_seeds(values + 0.03, HIGHER, 1) < 7
+    assert num_seeds(values, size_judges.LOG_MARGIN, ALPHA / 4) == 7
+    assert num_seeds(values, -size_judges.LOG_MARGIN, ALPHA / 4) == 7
+    assert num_seeds(values[:1], size_judges.LOG_MARGIN, ALPHA / 4) is None
+    assert num_seeds(values, size_judges.LOG_MARGIN, ALPHA) < 7
 
 
 def test_a_pair_with_a_diverged_run_decides_nothing(train):
