@@ -54,6 +54,25 @@ INTERVENTIONS = {  # intervention.name: (in print, color where the figure is abo
     "zero_init": ("zero-init layer-scale", "#DC267F"),
     "kq_norm": ("KQ layer norm", "#873800"),
 }
+TENSORS = {  # parts of a tensor's name: in words
+    r"^visual\.transformer\.resblocks\.(\d+)\.": r"vision block \1, ",
+    r"^transformer\.resblocks\.(\d+)\.": r"text block \1, ",
+    r"^visual\.conv1\.weight$": "patch embedding",
+    r"^visual\.proj$": "vision projection",
+    r"^visual\.": "vision ",
+    r"embedding\.weight": "embedding",
+    r"ln_pre\.": "layer norm before the blocks, ",
+    r"ln_(post|final)\.": "layer norm after the blocks, ",
+    r"ln_(\d)\.": r"layer norm \1, ",
+    r"attn\.ln_q\.": "layer norm of queries, ",
+    r"attn\.ln_k\.": "layer norm of keys, ",
+    r"ls_(\d)\.gamma": r"layer scale \1",
+    r"attn\.in_proj_": "queries, keys and values, ",
+    r"attn\.out_proj\.": "attention output, ",
+    r"mlp\.c_fc\.": "MLP input, ",
+    r"mlp\.c_proj\.": "MLP output, ",
+    "_": " ",
+}
 MODELS = {  # model.name: in print, small to large
     "nano": "nano",
     "mini_b": "mini B",
@@ -71,9 +90,11 @@ def model(name: str) -> str:
     return MODELS.get(name, name)
 
 
-def short_tensor(name: str) -> str:
-    """A tensor in print: `visual.6.ln_1.bias` for `visual.transformer.resblocks.6.ln_1.bias`."""
-    return name.replace("transformer.resblocks.", "" if name.startswith("visual") else "text.")
+def tensor(name: str) -> str:
+    """A tensor of CLIP in words: `vision block 6, layer norm 1, bias`."""
+    for pattern, words in TENSORS.items():
+        name = re.sub(pattern, words, name)
+    return name
 
 
 def precision(label: str) -> str:

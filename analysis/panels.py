@@ -1,5 +1,6 @@
 """What figures draw with: panels, axes, legends, points of runs, and the line of chance."""
 
+import itertools
 import textwrap
 from collections.abc import Collection
 
@@ -8,7 +9,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.text import OffsetFrom
+from matplotlib.ticker import EngFormatter, FixedLocator
+from matplotlib.transforms import Bbox
 from scipy.optimize import isotonic_regression
 
 from analysis import naming, style
@@ -16,6 +19,12 @@ from analysis import naming, style
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
 LONGEST, MOST_LINES = 22, 11  # of names beside a panel: characters of a line, and lines
+SIDES = {
+    (1, 0): ("left", "center"),
+    (-1, 0): ("right", "center"),
+    (0, 1): ("center", "bottom"),
+    (0, -1): ("center", "top"),
+}  # of a name beside a point
 LINE = 0.115  # inches, the height of a line of these names
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
@@ -97,13 +106,17 @@ def draw_runs(
     """A point for each run, a bar or a line for the means, and a cross for a run without a value.
 
     Points are open where `hollow` is true, and moved sideways by `spread`. A line has a gap at a
-    place of `every` without a run.
+    place of `every` without a run, which a dotted line crosses.
     """
     mean = values.groupby(at).mean().dropna()
     mean = mean.reindex(sorted({*mean.index, *every}))
+    beside_gap = mean.isna().rolling(3, center=True, min_periods=1).max() > 0
+    across = mean.interpolate("index", limit_area="inside").where(beside_gap)
     looks = {"bar": {"ls": "none", "marker": "_", "ms": 9, "mew": 1.8}, "line": {"ls": dashes}}
     if means:
         ax.plot(mean.index, mean, color=color, label=label, **looks[means])
+    if means == "line" and across.any():
+        ax.plot(across.index, across, color=color, lw=0.8, ls=":")
     at = at + spread
     filled = values.notna() & ~(hollow if hollow is not None else False)
     look = {"color": color, "ms": 3 if means else 4, "ls": "none", "marker": marker}
@@ -112,6 +125,22 @@ def draw_runs(
         ax.plot(at[hollow], values[hollow], mfc="white", **look)
     for place in at[values.isna()]:
         ax.plot(place, LOW, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
+
+
+def draw_row(
+    ax: Axes, row: int, values: pd.Series, middle: float, color: str | tuple, label: str | None
+) -> None:
+    """A point for each value in a row, a bar at their middle, and a cross for a value of NaN."""
+    ax.plot(values, [row] * len(values), "o", ms=3, color=color)
+    for _ in range(values.isna().sum()):
+        ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
+    ax.plot(middle, row, "|", ms=9, mew=1.8, color=color, label=label)
+
+
+def name_rows(ax: Axes, names: Collection[str]) -> None:
+    """Names the rows of a panel, the first at the top."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
 
 
 def number_axis(ax: Axes, values: pd.Series) -> None:
@@ -126,8 +155,8 @@ def number_axis(ax: Axes, values: pd.Series) -> None:
 def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     """Names lines at their right ends, in their colors, or else in a legend below.
 
-    There is a legend if panels share a name, if names are many or long, and if anything has a name
-    but lines that end at the right. What the title of a panel says is left out.
+    There is a legend if three panels in a row share a name, if names are many or long, and if
+    anything has a name but lines that end at the right. What the title of a panel says is left out.
     """
     named, texts = [], []  # by panel: by label the line, and the lines of its text
     for ax in axes:
@@ -138,11 +167,11 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     labels = [label for of_panel in named for label in of_panel]
     of_text = [line for of_panel in texts for text in of_panel.values() for line in text]
     if (
-        len({*labels}) < len(labels)
+        (len({*labels}) < len(labels) and axes[0].get_gridspec().ncols > 2)
         or max(map(len, of_text), default=0) > LONGEST
         or any(sum(map(len, of_panel.values())) > MOST_LINES for of_panel in texts)
         or not all(
-            isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.9
+            isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.8
             for ax, of_panel in zip(axes, named, strict=True)
             for handle in of_panel.values()
         )
@@ -152,9 +181,38 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     canvas.draw_without_rendering()  # sets the heights of panels
     for ax, of_panel, text in zip(axes, named, texts, strict=True):
         ends = [
-            (_end(ax, line)[1], text[label], line.get_color()) for label, line in of_panel.items()
+            (*_end(ax, line), text[label], line.get_color()) for label, line in of_panel.items()
         ]
         _name_ends(ax, ends)
+
+
+def name_points(canvas: Figure, ax: Axes) -> None:
+    """Names groups of points beside one of their points, in their colors, or in a legend below.
+
+    There is a legend if a name fits nowhere without touching a point or another name.
+    """
+    canvas.draw_without_rendering()  # sets the places of points
+    lines, names = [line for line in ax.lines if len(line.get_xdata())], []
+    places = [ax.transData.transform(line.get_xydata()) for line in lines]
+    radius = 0.7 * max(line.get_markersize() for line in lines) * canvas.dpi / 72
+    boxes = [Bbox([at - radius, at + radius]) for at in np.concatenate(places)]
+    for line, at in zip(lines, places, strict=True):
+        points = line.get_xydata()[np.argsort(at[:, 1])]
+        for point, (side, (ha, va)) in itertools.product(points, SIDES.items()):
+            name = ax.annotate(line.get_label(), point, 5 * np.array(side), ha=ha, va=va,
+                               textcoords="offset points", fontsize=7, color=line.get_color(),
+                               gid="name")  # fmt: skip
+            box = name.get_window_extent()
+            if box.count_overlaps(boxes) == 0 and ax.bbox.count_contains(box.corners()) == 4:
+                boxes.append(box)
+                names.append(name)
+                break
+            name.remove()
+        else:
+            for name in names:
+                name.remove()
+            legend_below(canvas, [ax])
+            return
 
 
 def _without(label: str, title: str) -> list[str]:
@@ -174,16 +232,22 @@ def _end(ax: Axes, line: Line2D) -> tuple[float, float]:
     return x, float(np.clip(np.nan_to_num(y), 0.0, 1.0))
 
 
-def _name_ends(ax: Axes, ends: list[tuple[float, list[str], tuple]]) -> None:
-    """Writes names beside a panel at given heights, as close to these as they fit."""
+def _name_ends(ax: Axes, ends: list[tuple[float, float, list[str], tuple]]) -> None:
+    """Writes names beside a panel, as close to given points as they fit, and joins them to these.
+
+    The points are in shares of the panel.
+    """
     line_height = LINE / (ax.get_position().height * ax.figure.get_figheight())
-    ends = sorted(ends, key=lambda end: end[0])
-    sizes = np.array([line_height * len(text) for _, text, _ in ends])
+    ends = sorted(ends, key=lambda end: end[1])
+    sizes = np.array([line_height * len(text) for *_, text, _ in ends])
     below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps
-    heights = isotonic_regression([at for at, *_ in ends] - below).x + below
-    for height, (_, text, color) in zip(heights, ends, strict=True):
-        ax.annotate("\n".join(text), (1, height), (4, 0), xycoords="axes fraction", fontsize=7,
-                    color=color, textcoords="offset points", va="center", gid="name")  # fmt: skip
+    heights = isotonic_regression([y for _, y, *_ in ends] - below).x + below
+    for height, (*end, text, color) in zip(heights, ends, strict=True):
+        beside = OffsetFrom(ax.transAxes, (1, height))
+        join = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 1, "shrinkB": 1}
+        ax.annotate("\n".join(text), end, (9, 0), xycoords="axes fraction", textcoords=beside,
+                    fontsize=7, color=color, va="center", gid="name",
+                    arrowprops=join | {"relpos": (0, 0.5)})  # fmt: skip
 
 
 def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) -> None:
@@ -212,14 +276,25 @@ def _num_legend_columns(labels: list[str], width: float) -> int:
 
 
 def label_outer(axes: list[Axes]) -> None:
-    """Removes the label of an axis where the panel to the left, or below, has the same one."""
+    """Removes the label of an axis where the panel to the left, or below, has the same one.
+
+    The names of rows that the panel to the left has go, too.
+    """
     at = {(*ax.get_subplotspec().rowspan, *ax.get_subplotspec().colspan): ax for ax in axes}
     for (row, column), ax in sorted(at.items(), key=lambda item: (item[0][0], -item[0][1])):
         left, below = at.get((row, column - 1)), at.get((row + 1, column))
         if left and left.get_ylabel() == ax.get_ylabel():
             ax.set_ylabel("")
+        if left and _names(left) == _names(ax) != []:
+            ax.tick_params(labelleft=False)
         if below and below.get_xlabel() == ax.get_xlabel():
             ax.set_xlabel("")
+
+
+def _names(ax: Axes) -> list[str]:
+    """The names of rows."""
+    is_fixed = isinstance(ax.yaxis.get_major_locator(), FixedLocator)
+    return [text.get_text() for text in ax.get_yticklabels()] if is_fixed else []
 
 
 def value_axis(ax: Axes, log: bool | None) -> None:

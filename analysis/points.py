@@ -55,7 +55,12 @@ class Points(Figure):
             ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
             frame = frame.loc[ranks.sort_values(kind="stable").index]
         parts, labels = self.facet(frame), self._labels(frame)
-        cells = [(*part, *pair) for part in parts for pair in self._pairs(frame)]
+        pairs = self._pairs(frame)
+        cells = [
+            ("" if i else title, part, *pair)
+            for title, part in parts
+            for i, pair in enumerate(pairs)
+        ]
         beside = self.means == "line" and all(x.names for x in self.x)
         axes = panels.grid(canvas, len(cells), 3.0 if beside else 2.5)
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
@@ -72,6 +77,8 @@ class Points(Figure):
         panels.label_outer(axes)
         if beside:
             panels.name_lines(canvas, axes)
+        elif not self.means and len(axes) == 1:
+            panels.name_points(canvas, axes[0])
         elif self.hue not in (x.column for x in self.x):
             panels.legend_below(canvas, axes, labels.values())
 
@@ -112,6 +119,7 @@ class Points(Figure):
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
         means = f"; {self.means}s: their means" if self.means else ""
+        means += ", dotted across a value without runs" * (self.means == "line")
         return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
 
     def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:

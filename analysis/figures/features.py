@@ -151,7 +151,7 @@ def by_label(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """A part for the runs of a model that differ in seed alone."""
     parts = frame.groupby(["model", "label"], sort=False)
     return [
-        (f"{naming.model(m)}\n{label}".replace(" (", "\n("), part) for (m, label), part in parts
+        (f"{naming.model(m)}, {label}".replace(" (", "\n("), part) for (m, label), part in parts
     ]
 
 
@@ -161,11 +161,13 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
     for (run, block), line in frame.groupby(["run", "block"]):
         depth = block / max(1, head["vision_layers"] - 1)
         color, label = style.depth_color(depth), DEPTHS[round(depth * (len(DEPTHS) - 1))]
-        ax.plot(line["step"], line["gradient"], color=color, alpha=0.18, lw=0.5, rasterized=True)
+        ax.plot(line["step"], line["gradient"], color=color, alpha=0.12, lw=0.5, rasterized=True)
         label = label if run == frame["run"].min() else None
         ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
     lowest, highest = frame["gradient"].quantile([BELOW, 1])
-    ax.set(yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm of\nmlp.c_proj.weight")
+    ax.set(
+        yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm of an\nMLP's output layer"
+    )
     ax.set_ylim(0.8 * lowest, 1.25 * highest)
     ax.minorticks_off()
     panels.step_axis(ax)
@@ -173,7 +175,6 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
 
 PRODUCT, OPERAND = "grad_weight", "g"
 VISION, TEXT = "vision tower", "text tower"
-FEW = 0.05  # of the elements: lines that are hardly above 0
 
 
 def with_errors(heads: pd.DataFrame) -> pd.DataFrame:
@@ -227,12 +228,6 @@ def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
     plot_noises(frame, ax, "underflowed")
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax.set(ylim=(0, None), ylabel="elements of the output\ngradient that become 0")
-    highest = frame.groupby("recipe")["underflowed"].quantile(0.75)
-    low = [naming.precision(name) for name in highest.index[highest < FEW]]
-    if len(low) > 1:
-        ax.annotate(f"{len(low)} lines below {FEW:.0%}: the other formats", (0.99, 0), (0, 5),
-                    xycoords="axes fraction", textcoords="offset points", ha="right", fontsize=6.5,
-                    color=style.OTHER)  # fmt: skip
 
 
 FIGURES = {
@@ -261,8 +256,8 @@ FIGURES = {
         table=gradients,
         plots=(plot_gradients,),
         facet=by_label,
-        size=(0.75, 2.2),
-        what="gradient of mlp.c_proj.weight of blocks of the vision tower",
+        size=(1, 2.0),
+        what="gradient of the MLP's output layer (mlp.c_proj.weight) of blocks of the vision tower",
         text="After the appendix of arXiv:2304.13013, which shows the mean in place of the norm. "
         f"Lines: centered box average over at most {style.SMOOTHING} records of a run, edges cut; "
         "faint: every record. Gradients that are 0 or not finite are gaps, and the axes leave out "

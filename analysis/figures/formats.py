@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import comparison, measures, naming, style
+from analysis import comparison, measures, naming, panels, style
 from analysis.figures.scores import MEASURES, SCORES, scores
 from analysis.grammar import Axis, Panels
 from analysis.load import Runs
@@ -69,24 +69,15 @@ CLASSES = {  # least bits: (in print, color)
 
 
 def plot_formats(frame: pd.DataFrame, ax: Axes, y: Axis) -> None:
-    """A row for each method, by bits; a bar at the mean, and a cross at the edge without a value.
-
-    Only the first score's panel names the methods.
-    """
+    """A row for each method, by bits: a bar at the mean, a cross at the edge without a value."""
     for row, (_, part) in enumerate(frame.groupby("method", sort=False)):
         name, color = next(look for least, look in CLASSES.items() if part["bits"].iloc[0] >= least)
-        values = part[y.column].dropna()
-        ax.plot(values, [row] * len(values), "o", ms=3, color=color)
-        ax.plot(values.mean(), row, "|", ms=9, mew=1.8, color=color, label=name)
-        for _ in range(len(values), len(part)):
-            ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
+        panels.draw_row(ax, row, part[y.column], part[y.column].mean(), color, name)
     heads = frame.drop_duplicates("method")
     names = [
         f"{naming.precision(h.precision)}, {round(h.bits, 2):g} bits" for h in heads.itertuples()
     ]
-    ax.set_yticks(range(len(names)), names)
-    ax.tick_params(labelleft=y is SCORES[0])
-    ax.set_ylim(len(names) - 0.5, -0.5)
+    panels.name_rows(ax, names)
     ax.set_xlabel(y.name(frame).removesuffix(")") + (", " if "(" in y.name(frame) else " (")
                   + "axis not from 0)")  # fmt: skip
 

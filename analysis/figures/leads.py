@@ -71,7 +71,7 @@ def plot_leads(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_xticks(range(int(counts.index.min()), int(counts.index.max()) + 1, 2))
 
 
-NUM_TENSORS = 15  # drawn
+NUM_TENSORS = 10  # drawn
 LEVEL = 0.05  # false discovery rate
 OF_A_TENSOR = ("num_loss_spikes", "num_rms_spikes", "num_following", "num_first", "expected")
 
@@ -131,16 +131,17 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     """A bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
     table = pooled(frame)
     num_found = (table["q"] < LEVEL).sum()
-    table = table.head(NUM_TENSORS).iloc[::-1]
+    table = table.head(NUM_TENSORS).sort_values("num_following", kind="stable")
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
-    look = {"color": colors, "height": 0.7}
-    ax.barh(rows, table["num_following"], alpha=0.45, label="follow", **look)
-    ax.barh(rows, table["num_first"], label="follow, and no other tensor is earlier", **look)
+    pale = [style.paler(color, 1) for color in colors]
+    ax.barh(rows, table["num_following"], 0.7, color=pale, label="another tensor is earlier")
+    ax.barh(rows, table["num_first"], 0.7, color=colors, label="no other tensor is earlier")
     ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
-    ax.set_yticks(rows, [naming.short_tensor(name) for name in table.index], fontsize=7)
+    ax.set_yticks(rows, [naming.tensor(name) for name in table.index])
+    ax.grid(visible=False, axis="y")
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
-    ax.set_xlabel(f"number of loss spikes (of {num})")
+    ax.set_xlabel(f"loss spikes that follow an RMS spike of the tensor (of {num})")
     ax.set_title(
         f"RMS spikes of {counted(num_found, 'tensor')} precede loss spikes beyond chance; "
         f"{len(table)} shown"
@@ -166,7 +167,7 @@ FIGURES = {
         where=spike_marks.reaching_threshold,
         table=tensors,
         plots=(plot_tensors,),
-        size=(2, 3.6),
+        size=(2, 2.8),
         what="loss spikes after RMS spikes of each tensor",
         text="Counted from the onset of the loss spikes. Orange: tensors after whose RMS spikes "
         "more loss spikes follow than by chance, at a false discovery rate of "

@@ -1,7 +1,6 @@
 """Figures with a point for each run: accuracy, validation loss and features by setting."""
 
 import re
-import textwrap
 from dataclasses import replace
 from functools import partial
 
@@ -187,18 +186,13 @@ def loss_by_rate(runs: Runs) -> pd.DataFrame:
 
 
 def rates(frame: pd.DataFrame) -> dict[float, str]:
-    """The learning rates, with their numbers of seeds and the recipes that were not run there."""
+    """The learning rates, with their numbers of seeds."""
     names = {}
     for rate, part in frame.groupby("lr"):
         num = part.groupby("recipe")["seed"].nunique()
         least, most = num.min(), num.max()
         seeds = comparison.counted(most, "seed")
         names[rate] = f"{naming.number(rate)}\n{seeds if least == most else f'{least}-{seeds}'}"
-        if absent := [naming.precision(name) for name in naming.PRECISIONS
-                      if name in set(frame["recipe"]) - set(num.index)]:  # fmt: skip
-            names[rate] += "\n" + textwrap.fill(
-                f"not run: {', '.join(absent)}", 26, break_on_hyphens=False
-            )
     return names
 
 
@@ -244,9 +238,14 @@ def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
     return values.iloc[-1:].max(axis=1).rename("logit_max").reset_index()
 
 
-def look_of_model(head: pd.Series) -> tuple:
-    """A color for each model of a scale."""
-    return style.setting_color(naming.rank(head["model"], naming.MODELS)[0] % 4, 3), "-"
+def look_of_change(head: pd.Series) -> tuple:
+    """A color for what a setting changes: the intervention, the rate, the batch, or the model."""
+    name = head["setting"]
+    if head["intervention"] != "none":
+        return naming.INTERVENTIONS[head["intervention"]][1], "-"
+    return "#D55E00" if USUAL[0] not in name else style.RMS if USUAL[
+        1
+    ] not in name else "black", "-"
 
 
 def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
@@ -368,8 +367,8 @@ FIGURES = {
         y=(Axis(column="recall", label=f"{RECALL} (%)"),),
         hue="setting",
         name=lambda head: re.sub(rf", ({'|'.join(USUAL)})\b| layer-scale", "", head["setting"]),
-        look=look_of_model,
-        text=f"Where the legend does not say: {', '.join(USUAL)}.",
+        look=look_of_change,
+        text=f"Where a name does not say: {', '.join(USUAL)}.",
         means="",
     ),
 }  # fmt: skip

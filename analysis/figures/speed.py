@@ -49,14 +49,13 @@ def with_papers(ours: pd.DataFrame, table: dict) -> pd.DataFrame:
 
 
 def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
-    """The paper's percentages: gray lines, darker for more tokens; our rows."""
+    """The paper's percentages: a gray band, with lines for the fewest and most tokens; our rows."""
     is_papers = frame["source"] == paper.SOURCE
-    counts = sorted(frame.loc[is_papers, "tokens"].unique())
-    for rank, tokens in enumerate(counts):
-        part = frame[is_papers & (frame["tokens"] == tokens)].sort_values("dim")
-        gray = str(0.65 - 0.4 * rank / max(1, len(counts) - 1))
+    values = frame[is_papers].pivot(index="dim", columns="tokens", values="value")
+    ax.fill_between(values.index, values.min(axis=1), values.max(axis=1), color="0.92", lw=0)
+    for tokens in (values.columns.min(), values.columns.max()):
         label = f"paper, {tokens:,} tokens"
-        ax.plot(part["dim"], part["value"], color=gray, lw=0.9, ls=(0, (2, 1.2)), label=label)
+        ax.plot(values[tokens], color=style.OTHER, lw=0.9, ls=(0, (2, 1.2)), label=label)
     return frame[~is_papers]
 
 
@@ -77,8 +76,8 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
         {"color": style.paler(color(METHODS[head["series"]]), counts.index(head["tokens"]))},
     ))  # fmt: skip
     size_axis(ax, frame["dim"], "width of the layer")
-    ax.axhline(0, color="black", lw=0.6)
-    ax.set(ylabel=label, title=f"here: {on(ours)}; {paper.SOURCE.replace(', ', ': ')}")
+    ax.set(ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
+    ax.set_title(f"{on(ours)}; gray: {paper.SOURCE}")
 
 
 BASELINES = {  # in print
@@ -129,17 +128,15 @@ def in_lines(shape: str, shapes: list[str]) -> str:
     return "\n".join([naming.model(model), batch, *own])
 
 
-NOISE = {  # case: name in print, precision of its color
+NOISE = {  # case: name in print, and the precision whose color its number of bits has
     "int8": ("int8", "switchback"),
-    "e4m3": ("fp8, both e4m3", "fp8_switchback"),
-    "e5m2 e4m3": ("fp8, e5m2 and e4m3", "fp8_tensorwise"),
-    **{
-        name: (naming.precision(name), name)
-        for name in ("fp8_blockwise", "mxfp8", "nvfp4_rht_sr", "nvfp4", "mxfp4")
-    },
+    "e4m3": ("fp8, both e4m3", "mxfp8"),
+    "e5m2 e4m3": ("fp8, e5m2 and e4m3", "mxfp8"),
+    **{name: (naming.precision(name), "mxfp8") for name in ("fp8_blockwise", "mxfp8")},
+    **{name: (naming.precision(name), "nvfp4") for name in ("nvfp4_rht_sr", "nvfp4", "mxfp4")},
 }
 VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
-    "output, input\ngradient": (1280, 5120),
+    "ViT-H/14: output,\ninput gradient": (1280, 5120),
     "weight\ngradient": (33024, 33024),
 }
 
@@ -156,7 +153,7 @@ def variance(lines: pd.DataFrame) -> pd.DataFrame:
 def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
     """Both axes logarithmic: points measured, lines predicted, ViT-H's sums marked.
 
-    Dotted lines join the points of cases without a prediction.
+    Dotted lines join the points of cases without a prediction. Colors: int8, 8 and 4 bits.
     """
     above = blended_transform_factory(ax.transData, ax.transAxes)
     for name, (first, last) in VIT_H.items():
@@ -169,9 +166,10 @@ def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
         if is_predicted := part["predicted"].notna().any():
             ax.plot(part["inner_dim"], part["predicted"], lw=1, label=label, **look)
         look |= {"ls": "none"} if is_predicted else {"ls": ":", "lw": 0.7, "label": label}
-        ax.plot(part["inner_dim"], part["measured"], marker="o", ms=3.2, **look)
+        ax.plot(part["inner_dim"], part["measured"], marker="o", ms=2.5, **look)
     ax.set(xscale="log", yscale="log", xlabel="terms of the dot product",
-           ylabel="variance of the error")  # fmt: skip
+           ylabel="variance of the error\n(of the operands: 1)")  # fmt: skip
+    ax.minorticks_off()
 
 
 FIGURES = {
@@ -187,7 +185,7 @@ FIGURES = {
     "quantize_share": Panels(
         lines="ops",
         table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
-        plots=(partial(plot_totals, label="time in quantize operations (%)"),),
+        plots=(partial(plot_totals, label="time spent on quantizing (%)"),),
         size=(1.5, 2.5),
         text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
@@ -207,6 +205,7 @@ FIGURES = {
         lines="quantization_variance",
         table=variance,
         plots=(plot_variance,),
+        size=(1.5, 2.5),
         text="Variance of the error of dot products of quantized standard normal numbers. Int8 and "
         "fp8 have SwitchBack's granularities (one scale per row, one for the other operand), the "
         "others those of their recipes' weight gradients. Points: measured; solid lines: "

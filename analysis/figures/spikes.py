@@ -13,7 +13,6 @@ from analysis.load import Runs
 FLOOR = 0.08  # nats: lower spikes are marked there
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
-AFTER_RESET = "evaluated right after a reset of the optimizer's moments"
 
 
 def heights(runs: Runs) -> pd.DataFrame:
@@ -45,58 +44,82 @@ def heights(runs: Runs) -> pd.DataFrame:
 
 def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
     """The left panel: a point for each loss spike and a bar at the median of each group."""
-    spikes, places = frame[frame["part"] == "spikes"], _places(frame)
-    optimizers = _slots(frame)
-    for optimizer, middle in optimizers.items():
-        color = _color(frame, optimizer)
-        for beta2, group in spikes[spikes["optimizer"] == optimizer].groupby("beta2"):
-            at = places[beta2] + middle
-            spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
-            by_step = group.sort_values("step")["height"]
-            at_spikes, is_low = at + spread * WIDTH / len(optimizers), by_step < FLOOR
-            ax.plot(at_spikes[~is_low], by_step[~is_low], "o", color=color, ms=2.5)
-            if is_low.any():
-                ax.plot(at_spikes[is_low], [FLOOR] * is_low.sum(), "v", color=color, ms=4)
-            half = min(0.11, 0.45 * WIDTH / len(optimizers))
-            ax.hlines(by_step.median(), at - half, at + half, color=color, lw=2)
-    ax.set_yscale("log")
+    spikes = frame[frame["part"] == "spikes"].sort_values("step")
+    label, title = "height of a loss spike (nats)", "one point per loss spike; bars: medians"
+    if _has_rows(frame):
+        _draw_rows(frame, ax, spikes.groupby("optimizer")["height"], pd.Series.median)
+        low = spikes.loc[spikes["height"] < FLOOR, "optimizer"].map(_rows(frame).index)
+        ax.plot([FLOOR] * len(low), low, "<", color=style.OTHER, ms=4)
+        ax.set(xscale="log", xlabel=label, title=title)
+        ax.set_xlim(left=0.9 * FLOOR)
+        ax.xaxis.set_major_formatter("{x:g}")
+        return
+    places, slots = _places(frame), _slots(frame)
+    for (optimizer, beta2), group in spikes.groupby(["optimizer", "beta2"]):
+        heights, color = group["height"], style.color("bf16", optimizer)
+        at, width = places[beta2] + slots[optimizer], WIDTH / len(slots)
+        spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
+        spread, is_low = at + spread * width, heights < FLOOR
+        ax.plot(spread[~is_low], heights[~is_low], "o", color=color, ms=2.5, alpha=0.5, mew=0)
+        ax.plot(spread[is_low], [FLOOR] * is_low.sum(), "v", color=color, ms=4)
+        ax.plot(at, heights.median(), "_", color=color, ms=10, mew=2)
+    ax.set(yscale="log", ylabel=label, title=title)
     ax.set_ylim(bottom=0.9 * FLOOR)
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(ylabel="height of a loss spike (nats)", title="one point per loss spike; bars: medians")
-    _name_axis(ax, frame)
+    _name_beta2(ax, places)
 
 
 def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
     """The right panel: a point for each run and a line through each optimizer's means.
 
-    With one beta2, bars are the means, and the axis names the optimizers in place of the legend. A
-    vertical line goes from the smallest to the largest run of a setting. Points are open where the
-    run ends right after a reset of the moments.
+    A vertical line goes from the smallest to the largest run of a setting. With one beta2, there is
+    a row for each optimizer. Points are open where the run ends right after a reset of the moments.
     """
-    ends, places = frame[frame["part"] == "runs"].sort_values("beta2"), _places(frame)
+    ends = frame[frame["part"] == "runs"].sort_values("beta2")
+    label = "mean R@1 at the end (%)"
+    if _has_rows(frame):
+        _draw_rows(frame, ax, ends.groupby("optimizer")["recall"], pd.Series.mean)
+        opened = ends[ends["after_reset"]]
+        ax.plot(opened["recall"], opened["optimizer"].map(_rows(frame).index), "o", color="white",
+                ms=1.8, mew=0)  # fmt: skip
+        ax.set(xlabel=label, title="one point per run; bars: means")
+        return
+    places, slots = _places(frame), _slots(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
-        color, several = _color(frame, optimizer), len(places) > 1
-        name = naming.optimizer_name(optimizer) if several else None
-        at = group["beta2"].map(places) + _slots(frame)[optimizer]
-        dashes = style.line_style(optimizer)
-        means = "line" if several else "bar"
-        hollow = group["after_reset"]
-        look = {"color": color, "label": name, "dashes": dashes, "hollow": hollow}
-        every = [place + _slots(frame)[optimizer] for place in places.values()]
-        panels.draw_runs(ax, at, group["recall"], means=means, every=every, **look)
+        at, color = group["beta2"].map(places) + slots[optimizer], style.color("bf16", optimizer)
+        panels.draw_runs(
+            ax, at, group["recall"], means="line", color=color, hollow=group["after_reset"],
+            label=naming.optimizer_name(optimizer), dashes=style.line_style(optimizer),
+            every=[place + slots[optimizer] for place in places.values()],
+        )  # fmt: skip
         spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
         ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
-    if ends["after_reset"].any():
-        ax.plot([], [], "o", color=style.OTHER, mfc="white", ms=4, label=AFTER_RESET)
-    ax.set(ylabel="mean R@1 at the end (%)", title="one point per run; thin lines: min to max")
-    _name_axis(ax, frame)
+    ax.set(ylabel=label, title="one point per run; thin lines: min to max")
+    _name_beta2(ax, places)
 
 
-def _color(frame: pd.DataFrame, optimizer: str) -> str | tuple:
-    """The color of an optimizer; with one beta2, whose axis names optimizers, AdamW stands out."""
-    if frame["beta2"].nunique() > 1:
-        return style.color("bf16", optimizer)
-    return "black" if optimizer == "adamw" else style.RMS
+def _has_rows(frame: pd.DataFrame) -> bool:
+    """Whether there is a row for each optimizer, not a line by beta2."""
+    return frame["beta2"].nunique() == 1
+
+
+def _rows(frame: pd.DataFrame) -> list[str]:
+    """The optimizers, that with the highest mean R@1 first."""
+    means = frame.groupby("optimizer", sort=False)["recall"].mean()
+    return [*means.sort_values(ascending=False, kind="stable").index]
+
+
+def _draw_rows(frame: pd.DataFrame, ax: Axes, groups, middle) -> None:
+    """A row for each optimizer, AdamW's black."""
+    rows, values = _rows(frame), dict(list(groups))
+    for row, optimizer in enumerate(rows):
+        own = values.get(optimizer, pd.Series(dtype=float))
+        color = "black" if optimizer == "adamw" else style.RMS
+        panels.draw_row(ax, row, own, middle(own), color, None)
+        if own.empty:
+            ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
+                        fontsize=6.5, va="center")  # fmt: skip
+    panels.name_rows(ax, [naming.optimizer_name(name) for name in rows])
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
@@ -109,21 +132,13 @@ def _slots(frame: pd.DataFrame) -> dict[str, float]:
     return {n: (i - (len(names) - 1) / 2) * WIDTH / len(names) for i, n in enumerate(names)}
 
 
-def _name_axis(ax: Axes, frame: pd.DataFrame) -> None:
-    """Names the values of beta2 on the axis, or with a single one the optimizers."""
-    places, slots = _places(frame), _slots(frame)
-    ax.set(xlabel="beta2", xlim=(-0.6, len(places) - 0.4))
+def _name_beta2(ax: Axes, places: dict[float, int]) -> None:
+    ax.set(xlabel="beta2", xlim=(-0.5, len(places) - 0.5))
     ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
-    if len(places) == 1:
-        names = [naming.optimizer_name(name) for name in slots]
-        ax.set_xticks(list(slots.values()), names, rotation=30, ha="right", rotation_mode="anchor")
-        ax.set(
-            xlabel=f"optimizer (beta2 {next(iter(places)):g})", xlim=(-0.55 * WIDTH, 0.55 * WIDTH)
-        )
 
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
-SCALED = {"loss": "training loss", "loss_scale": "loss scale"}  # column: in print
+RECORDED = ["loss", "loss_scale", "skipped_tensors"]
 
 
 def with_scaler(heads: pd.DataFrame) -> pd.DataFrame:
@@ -137,7 +152,7 @@ def around_highest(runs: Runs) -> pd.DataFrame:
     Runs without a loss spike are left out; unrecorded values are NaN.
     """
     heads = measures.named_heads(runs, ("scaler.name",)).sort_values("scaler", kind="stable")
-    columns = (*measures.OF_A_RUN, "spike", "step", *SCALED, "skipped_tensors")
+    columns = (*measures.OF_A_RUN, "spike", "step", *RECORDED)
     return measures.by_run(runs, heads, columns, _around_highest)
 
 
@@ -147,41 +162,34 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
     if spikes.empty:
         return pd.DataFrame()
     spike = int(spikes.loc[spikes["height"].idxmax(), "step"])
-    metrics = run.metrics.set_index("step").reindex(columns=[*SCALED, "skipped_tensors"])
+    metrics = run.metrics.set_index("step").reindex(columns=RECORDED)
     steps = range(max(1, spike - AROUND), min(spike + AROUND, metrics.index.max()) + 1)
     around = metrics.astype(float).reindex(pd.Index(steps, name="step"))
     return around.assign(spike=spike).reset_index()
 
 
-def plot_around(frame: pd.DataFrame, ax: Axes, column: str) -> None:
-    """A line for each run of a scaler."""
-    for _, run in frame.groupby("run", sort=False):
+def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
+    """The loss of each run of a scaler; a row of ticks for each marks steps that skip a tensor."""
+    runs = [run for _, run in frame.groupby("run", sort=False)]
+    for run in runs:
         head, at = run.iloc[0], run["step"] - run["spike"]
         color = style.color(head["precision"], head["optimizer"])
-        finite = np.isfinite(run[column].astype(float))
-        ax.plot(at[finite], run.loc[finite, column], color=color, lw=0.9)
-    ax.axvline(0, color=spike_marks.OTHER, lw=0.7, ls=":")
-    ax.set(xlim=(-AROUND, AROUND), xlabel="steps from detection of the highest loss spike")
-    ax.set_ylabel(SCALED[column])
-
-
-def plot_loss_around(frame: pd.DataFrame, ax: Axes) -> None:
-    """The loss of each run of a scaler; ticks at the top mark steps that skip a tensor."""
-    plot_around(frame, ax, "loss")
+        finite = np.isfinite(run["loss"].astype(float))
+        ax.plot(at[finite], run.loc[finite, "loss"], color=color, lw=0.9)
     low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.25 * (high - low))
-    for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
+    ax.set_ylim(low, high + 0.3 * (high - low))
+    look = {"color": spike_marks.FOLLOWING, "transform": ax.get_xaxis_transform()}
+    for i, run in enumerate(runs):
         skips = (run["step"] - run["spike"])[run["skipped_tensors"].fillna(0) > 0]
-        ax.plot(skips, [0.97 - 0.05 * i] * len(skips), "|", color=spike_marks.FOLLOWING, ms=4,
-                mew=0.7, transform=ax.get_xaxis_transform(),
-                label=None if i else "the step or a tensor is skipped (a row per run)")  # fmt: skip
+        ax.plot(skips, [0.91 - 0.05 * i] * len(skips), "|", ms=4, mew=0.7, **look)
+    ax.text(3 - AROUND, 0.95, "steps that skip a tensor, a row for each run", fontsize=6.5, **look)
+    ax.axvline(0, ymax=0.78, color=spike_marks.OTHER, lw=0.7, ls=":")
+    ax.set(xlim=(-AROUND, AROUND), xlabel="steps from detection of the highest loss spike")
+    powers = np.log2(frame["loss_scale"].dropna())
+    ends = dict.fromkeys(f"$2^{{{power:g}}}$" for power in (powers.min(), powers.max()))
+    ax.set(ylabel="training loss")
+    ax.set_title(f"{frame['scaler'].iloc[0]} loss scale: {' to '.join(ends)}")
     panels.draw_chance(ax, frame["batch_size"])
-
-
-def plot_scale_around(frame: pd.DataFrame, ax: Axes) -> None:
-    """The loss scale of each run of a scaler."""
-    plot_around(frame, ax, "loss_scale")
-    ax.set_yscale("log", base=2)
 
 
 FIGURES = {
@@ -193,19 +201,20 @@ FIGURES = {
         what="loss spikes and retrieval",
         text="Left: height of each loss spike, its largest loss minus the median loss of the "
         f"window before it; bars: medians; triangles: lower than {FLOOR:g}. Right: mean R@1 of "
-        "both directions at the last step; the points are seeds, the lines (with gaps where an "
-        "optimizer was not run) or bars are their means, and the vertical lines go from the "
-        f"smallest to the largest. Open points: {AFTER_RESET}.",
+        "both directions at the last step; the points are seeds, the lines (dotted across a beta2 "
+        "at which an optimizer was not run) or bars are their means, and the vertical lines go "
+        "from the smallest to the largest. Open points: evaluated right after a reset of the "
+        "optimizer's moments.",
     ),
     "loss_scaler": Panels(
         studies=("loss_scaler",),
         where=with_scaler,
         table=around_highest,
-        plots=(plot_loss_around, plot_scale_around),
-        facet=by("scaler", "{} loss scale".format),
-        size=(0.9, 1.8),
+        plots=(plot_around,),
+        facet=by("scaler", lambda _: ""),  # the title names it
         what=f"{AROUND} steps on either side of the highest loss spike",
-        text="A line for each run. After the appendix of arXiv:2304.13013. Orange ticks: steps in "
+        text="A line for each run; the title gives the smallest and the largest loss scale. After "
+        "the appendix of arXiv:2304.13013. Orange ticks: steps in "
         "which the gradient of some tensor was not finite, so that the step (dynamic scaler) or "
         "the tensor (fixed) was skipped.",
     ),

@@ -75,11 +75,13 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     assert [changes[2.5e-4, 0], changes[1e-3, 0]] == expected and np.isnan(changes[2.5e-4, 7])
     names = rates(frame)
     assert names[2.5e-4] == "2.5e-4\n1-2 seeds" and names[1e-3] == "1e-3\n1 seed"
-    assert names[5e-4] == "5e-4\n1 seed\nnot run: LLM.int8()"
     [left, right] = drawn(rate_map, frame[frame["lr"] < 2e-3])
     assert legend(left) == ["bf16", "LLM.int8()"] and not left.texts  # named once
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
+    [across] = [line for line in right.lines if line.get_ls() == ":"]
+    low, middle, high = across.get_ydata()
+    assert low < middle < high and across.get_color() == llm_int8.get_color()
 
 
 def test_a_sweep_of_rates_leaves_out_what_is_near_one_of_them_in_another_study(plant, query):

@@ -3,18 +3,19 @@
 import sys
 import time
 import warnings
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
+from matplotlib.text import Text
 
 from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
-from analysis.panels import legend_below, name_lines
+from analysis.panels import legend_below, name_lines, name_points
 from analysis.report.collect import Budget, collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
@@ -124,12 +125,17 @@ def test_names_tell_a_setting_once_and_lines_of_one_color_differ(make_run, tmp_p
         assert len({row.hue.look(line) for _, line in lines.iterrows()}) == len(names)
 
 
-def test_a_hue_with_one_value_has_a_legend_below_the_points(runs):
+def test_a_hue_with_one_value_is_named_beside_the_points(runs):
     with style():  # whose letters are smaller than matplotlib's
         words = {"x": "optimizer.lr", "hue": "optimizer.beta2"}
         [ax] = drawn(*plot.make_figure(runs, y="recall/top1", **words))
-    box = ax.figure.legends[0].get_window_extent()
-    assert legend(ax)[0].startswith("beta2 0.99") and box.y1 < ax.get_window_extent().y0
+    assert legend(ax)[0].startswith("beta2 0.99")
+    assert box_of(ax.texts[-1]).x0 > ax.get_window_extent().x1
+
+
+def box_of(name):
+    """The place of a name, without the line that joins it to a point."""
+    return Text.get_window_extent(name)
 
 
 ENDS = {"low": 0.0, "same, mini L": 1.0, "lower by a little": 0.99, "another name": 1.0}
@@ -145,16 +151,37 @@ def test_lines_have_their_names_beside_them_unless_one_ends_early(last):
             ax.plot([0, last], [0.5, end], label=name)
         name_lines(figure, [ax])
         figure.draw_without_rendering()
-    names = sorted(ax.texts, key=lambda text: text.get_window_extent().y0)
+    names = sorted(ax.texts, key=lambda text: box_of(text).y0)
     assert len(figure.legends) == (last == 5) and bool(names) == (last == 10)
     if names:
-        boxes = [text.get_window_extent() for text in names]
+        boxes = [box_of(text) for text in names]
         assert all(low.y1 <= high.y0 + 2 for low, high in pairwise(boxes))
         assert all(ax.bbox.x1 < box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
         colors = [ax.lines[list(ENDS).index(name)].get_color() for name in ENDS]
         texts = {text.get_text(): text.get_color() for text in names}
         assert texts == dict(zip(["low", "same", *list(ENDS)[2:]], colors, strict=True))
         assert [text.get_text() for text in names[:2]] == ["low", "lower by a little"]
+        ends = [ax.transLimits.inverted().transform(text.xy) for text in names]  # joined to these
+        assert sorted(y for _, y in ends) == pytest.approx(sorted(ENDS.values()))
+    plt.close(figure)
+
+
+@pytest.mark.parametrize("name", ["group", "a name that is longer than the panel is wide"])
+def test_groups_of_points_have_their_names_beside_them_or_else_a_legend(name):
+    with style():
+        figure = plt.figure(layout="constrained", figsize=(2.4, 2.5))
+        ax = figure.subplots()
+        at = np.linspace(0, 1, 6)
+        for n in range(3):
+            ax.plot(at + 0.12 * n, at, "o", ms=4, label=f"{name} {n}")
+        name_points(figure, ax)
+        figure.draw_without_rendering()
+    assert len(figure.legends) == (name != "group") and bool(ax.texts) == (name == "group")
+    boxes = [box_of(text) for text in ax.texts]
+    points = np.concatenate([ax.transData.transform(line.get_xydata()) for line in ax.lines])
+    assert all(ax.bbox.count_contains(box.corners()) == 4 for box in boxes)
+    assert not any(box.count_contains(points) for box in boxes)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
     plt.close(figure)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, spike_marks
+from analysis import load_runs, naming, spike_marks
 from analysis.figures import (
     lead_histogram,
     rms_and_loss,
@@ -15,7 +15,8 @@ from analysis.figures import (
     spikes,
 )
 from analysis.measures import RECALL
-from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
+from lowprec.clip.model import build_model
+from lowprec.config.schema import DiagnosticsConfig, ModelConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn, spiking
 
@@ -79,6 +80,31 @@ def test_runs_evaluated_right_after_a_reset_are_open_points(
         plant({}, optimizer=name, columns=columns, experiment="optimizers")
     frame = query(spike_heights)
     assert frame["after_reset"].tolist() == [False, is_open]
+    [_, right] = drawn(spike_heights, frame)
+    opened = [line.get_xydata() for line in right.lines if line.get_color() == "white"]
+    expected = [[pytest.approx(30), 1]] if is_open else []  # the second row
+    assert [list(point) for points in opened for point in points] == expected
+
+
+@pytest.mark.parametrize("intervention", ["zero_init", "kq_norm"])
+def test_tensors_of_clip_have_distinct_names_in_words(intervention):
+    model = build_model(ModelConfig(name="nano"), intervention)
+    names = {naming.tensor(name): name for name, _ in model.named_parameters()}
+    assert len(names) == len([*model.parameters()])
+    assert not any(set("._") & set(name) for name in names)
+    assert names["vision block 0, layer norm 2, bias"].endswith("resblocks.0.ln_2.bias")
+
+
+def test_with_one_beta2_optimizers_have_rows_from_the_highest_recall_on(plant, query):
+    for name, recall, planted in (("adamw", 0.3, SPIKES), ("muon", 0.8, {}), ("adagc", 0.5, {})):
+        columns = dict.fromkeys(RECALL, np.full(STEPS, recall))
+        plant(planted, optimizer=name, columns=columns, experiment="optimizers")
+    left, right = drawn(spike_heights, query(spike_heights))
+    assert [text.get_text() for text in left.get_yticklabels()] == ["Muon", "AdaGC", "AdamW"]
+    assert not any(text.get_visible() for text in right.get_yticklabels())  # named once
+    assert [text.xy[1] for text in left.texts] == [0, 1]  # "none"
+    heights = [line for line in left.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert [list(line.get_ydata()) for line in heights] == [[2] * 4]  # spikes of AdamW
 
 
 def test_one_seed_of_each_setting_is_drawn_the_smallest_that_most_have(plant, query):
