@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
-from analysis import measures
+from analysis import measures, run_files
 from analysis.load import Runs
 from lowprec.config.schema import num_warmup_steps
 from lowprec.diagnostics.spikes import (
@@ -51,7 +51,8 @@ class Series:
 
     Loss [steps], gradient norm [steps], RMS_t [steps, tensors] and beta2 [steps].
 
-    `events` are the RMS spikes that training found, as `rms_events` returns them.
+    `events` are the RMS spikes that training found, as `rms_events` returns them. `predictors` has
+    what `experiments.predictors` measured, [steps, scores], or no columns.
     """
 
     loss: np.ndarray
@@ -59,6 +60,7 @@ class Series:
     rms: pd.DataFrame
     beta2: np.ndarray
     events: pd.DataFrame
+    predictors: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def rms_of(self, pattern: str) -> np.ndarray:
         """[steps]: the largest RMS_t of the tensors that match."""
@@ -103,7 +105,16 @@ def read_series(run: Runs, pattern: str = "*") -> Series:
     beta2 = beta2_by_step(*settings, last)
     columns = metrics.reindex(index=steps, columns=["loss", "grad_norm"]).astype(float)
     loss, grad_norm = columns.to_numpy().T
-    return Series(loss, grad_norm, rms, beta2, rms_events(run.events))
+    return Series(loss, grad_norm, rms, beta2, rms_events(run.events), _predictors(run, steps))
+
+
+def _predictors(run: Runs, steps: pd.RangeIndex) -> pd.DataFrame:
+    """The rows of predictors.jsonl by step, NaN where none was measured; the last of a step."""
+    rows, _ = run_files.read_row_file(run.summaries.iloc[0].to_dict(), "predictors")
+    if not rows:
+        return pd.DataFrame(index=steps)
+    table = pd.DataFrame(rows).drop_duplicates("step", keep="last").set_index("step")
+    return table.apply(pd.to_numeric, errors="coerce").reindex(steps)
 
 
 def rms_events(events: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,8 @@
 
 A warning begins where a score reaches a threshold. The scores are RMS_t of the patch embedding,
 rho = RMS_t sqrt(1 - beta2), the deviation of the gradient norm from its running mean, and the
-cumulative sum (CUSUM; Page, 1954) of these deviations. Not in the paper.
+cumulative sum (CUSUM; Page, 1954) of these deviations; and, in runs of `experiments.predictors`,
+curvature and kurtosis. Not in the paper.
 """
 
 from dataclasses import replace
@@ -32,6 +33,15 @@ THRESHOLDS = {  # in steps of 12% to 21%
     "deviation": 10 ** (np.arange(30) / 15),  # 1 to 86 standard deviations
     "cusum": 10 ** (np.arange(30) / 12),  # 1 to 261
 }
+SCORES = tuple(THRESHOLDS)
+THRESHOLDS |= {  # of scores that experiments.predictors measures at some steps
+    "curvature": 10 ** (np.arange(-36, 9) / 12),  # 0.001 to 4.6, with the 1 of arXiv:2506.04805
+    "sustained": 10 ** (np.arange(-36, 9) / 12),
+    "gradient_kurtosis": THRESHOLDS["deviation"],
+    "activation_kurtosis": THRESHOLDS["deviation"],
+    "rms_at_measured": THRESHOLDS["rms"],
+}
+IN_A_ROW = 3  # measurements of a sustained curvature
 NAMES = {
     "rms": r"$\mathrm{RMS}_t$",
     "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$",
@@ -41,10 +51,9 @@ NAMES = {
 COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "#56B4E9"}
 DASHES = {"cusum": (0, (4, 2))}  # its line lies upon others
 SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
-SCORES = tuple(THRESHOLDS)
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
 WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
-SPIKES = ("num_spikes", "num_warned", "warned_by_chance")
+SPIKES = ("num_spikes", "num_warned", "warned_by_chance", "sum_of_leads")
 COUNTS = (*WARNINGS, *SPIKES)
 CELL = ("counted_from", "score", "horizon")
 
@@ -55,7 +64,8 @@ def warnings(runs: Runs) -> pd.DataFrame:
     A warning is a step at which the score reaches the threshold and did not in the protocol's
     `within` steps before, as for RMS spikes: a burst of such steps is one warning. `num_followed`
     counts warnings that a loss spike follows by 1 to `horizon` steps, `num_warned` loss spikes that
-    come 1 to `horizon` steps after a warning. Loss spikes are counted from their detection or from
+    come 1 to `horizon` steps after a warning, and `sum_of_leads` the steps of these from the latest
+    warning. Loss spikes are counted from their detection or from
     their onset, where spikes that share one count once. `followed_by_chance` and `warned_by_chance`
     are the means of these counts over all circular shifts of the warnings along the steps that are
     not ignored.
@@ -71,6 +81,7 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
     deviation = deviations(series.grad_norm, protocol.window)
     scores = {"rms": rms, "rho": relative_rms(rms, series.beta2)}
     scores |= {"deviation": deviation, "cusum": cumulative_sum(deviation)}
+    scores |= measured_scores(series, rms, protocol.window)
     rows = []
     for score, values in scores.items():
         at_one = replace(protocol, rms_threshold=1.0)
@@ -81,6 +92,30 @@ def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
                 counts = count(at, spikes[spikes > protocol.ignore_steps], num_steps)
                 rows += [(counted_from, score, *row[:1], threshold, *row[1:]) for row in counts]
     return pd.DataFrame(rows, columns=[*CELL, "threshold", *COUNTS])
+
+
+def measured_scores(
+    series: spike_marks.Series, rms: np.ndarray, window: int
+) -> dict[str, np.ndarray]:
+    """[steps] each: scores by what `experiments.predictors` measured; none if it did not.
+
+    NaN at steps that were not measured. The kurtosis of activations is the largest over blocks;
+    `rms_at_measured` is RMS_t at the measured steps alone.
+    """
+    if "curvature" not in series.predictors:
+        return {}
+    curvature = series.predictors["curvature"]
+    sustained = curvature.dropna().rolling(IN_A_ROW).min().reindex(curvature.index)
+    blocks = series.predictors.filter(like="activation_kurtosis/")
+    by_block = [deviations(column.to_numpy(), window) for _, column in blocks.items()]
+    gradient = deviations(series.predictors["gradient_kurtosis"].to_numpy(), window)
+    return {
+        "curvature": curvature.to_numpy(),
+        "sustained": sustained.to_numpy(),
+        "gradient_kurtosis": gradient,
+        "activation_kurtosis": np.fmax.reduce(by_block),
+        "rms_at_measured": np.where(curvature.notna(), rms, np.nan),
+    }
 
 
 def deviations(values: np.ndarray, window: int) -> np.ndarray:
@@ -114,12 +149,13 @@ def count(warnings: np.ndarray, spikes: np.ndarray, num_steps: int) -> list[tupl
     to_spike = leads(-warnings, -spikes[::-1])  # steps to the next spike, NaN if there is none
     since_warning = leads(spikes, warnings)
     num_followed = (to_spike[:, None] <= horizons).sum(axis=0)
-    num_warned = (since_warning[:, None] <= horizons).sum(axis=0)
+    is_warned = since_warning[:, None] <= horizons
+    leads_of_warned = np.where(is_warned, since_warning[:, None], 0).sum(axis=0)
     followed_by_chance = len(warnings) * _share_near(spikes, num_steps)
     warned_by_chance = len(spikes) * _share_near(warnings, num_steps)
     of_warnings = np.full(len(horizons), len(warnings)), num_followed, followed_by_chance
-    of_spikes = np.full(len(horizons), len(spikes)), num_warned, warned_by_chance
-    return list(zip(HORIZONS, *of_warnings, *of_spikes, strict=True))
+    of_spikes = np.full(len(horizons), len(spikes)), is_warned.sum(axis=0), warned_by_chance
+    return list(zip(HORIZONS, *of_warnings, *of_spikes, leads_of_warned, strict=True))
 
 
 def _share_near(steps: np.ndarray, num_steps: int) -> np.ndarray:
@@ -129,18 +165,22 @@ def _share_near(steps: np.ndarray, num_steps: int) -> np.ndarray:
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
-    """[..., 5]: precision, chance, recall, chance and F1 of COUNTS [..., 6]; NaN for 0 of 0."""
+    """[..., 6]: precision, chance, recall, chance, mean lead in steps, F1 of COUNTS [..., 7].
+
+    NaN for 0 of 0.
+    """
     with np.errstate(invalid="ignore"):
         of_warnings = counts[..., 1:3] / counts[..., :1]
         of_spikes = counts[..., 4:6] / counts[..., 3:4]
+        lead = counts[..., 6:] / counts[..., 4:5]
         precision, recall = of_warnings[..., :1], of_spikes[..., :1]
         # no hit makes both shares 0, and F1 too
         f1 = 2 * precision * recall / np.where(precision > 0, precision + recall, 1)
-    return np.concatenate([of_warnings, of_spikes, f1], axis=-1)
+    return np.concatenate([of_warnings, of_spikes, lead, f1], axis=-1)
 
 
 def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
-    """For each CELL, the shares of `shares_of` [1 + NUM_SAMPLES, 5] with thresholds of other beta2.
+    """For each CELL, the shares of `shares_of` [1 + NUM_SAMPLES, 6] with thresholds of other beta2.
 
     For each beta2, the threshold is the one with the largest F1 in the runs of all other beta2;
     warnings and spikes are then pooled. Row 0 is for the runs, the others for samples of them,

@@ -4,11 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, spike_marks
+from analysis import load_runs, predictors, spike_marks
 from analysis.figures import early_warnings, spike_warnings
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import spiking
+from tests.analysis.conftest import spiking, write_rows
 
 CONV1 = "visual.conv1.weight"
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
@@ -53,8 +53,9 @@ def test_planted_warnings_have_the_known_precision_and_recall(plant, query):
         overlap = max(horizon - 24, 0)  # of the warnings at 272 and 296
         assert row["warned_by_chance"] == pytest.approx(2 * (5 * horizon - overlap) / NUM_STEPS)
     counts = at(frame, "rms", 2.3).loc[8, list(early_warnings.COUNTS)].to_numpy(float)
-    precision, _, recall, chance_recall, f1 = early_warnings.shares_of(counts)
+    precision, _, recall, chance_recall, lead, f1 = early_warnings.shares_of(counts)
     assert precision == 0.4 and recall == 1 and f1 == pytest.approx(0.8 / 1.4)
+    assert lead == (5 + 4) / 2
     assert chance_recall == pytest.approx(5 * 8 / NUM_STEPS)
 
 
@@ -93,3 +94,63 @@ def test_deviations_and_their_sum_are_those_of_the_steps_before():
     np.testing.assert_allclose(found, expected)
     sums = early_warnings.cumulative_sum(np.array([np.nan, 2, np.inf, 0.3, -3, 1]))
     np.testing.assert_allclose(sums, [0, 1.5, 1.5, 1.3, 0, 0.5])
+
+
+def measure(run, peaks):
+    """Writes what `experiments.predictors` measures at even steps; `peaks`: score, step, value."""
+    rows = {}
+    for step in range(2, STEPS + 1, 2):
+        noise = 1 + 0.01 * np.sin(step)
+        kinds = ("gradient_kurtosis", "activation_kurtosis/a", "activation_kurtosis/b")
+        rows[step] = {"step": step, "curvature": 0.1 * noise} | dict.fromkeys(kinds, noise)
+    for score, step, value in peaks:
+        rows[step][score] = value
+    replaced = {"step": STEPS, "curvature": 9.0}  # by a later attempt
+    write_rows(run / "predictors.jsonl", [replaced, *rows.values()])
+
+
+def test_scores_measured_at_some_steps_warn_there_alone(plant, query):
+    a_row = [("curvature", step, 2.0) for step in (190, 192, 194)]  # sustained from 194 on
+    peaks = [*a_row, ("curvature", 296, 1.5), ("curvature", 350, 1.2)]
+    peaks += [("gradient_kurtosis", 198, 9.0), ("gradient_kurtosis", 100, "nan")]
+    peaks += [("activation_kurtosis/a", 292, 9.0), ("activation_kurtosis/b", 194, 9.0)]
+    measure(plant({195: 5, 296: 5}), peaks)
+    frame = query(spike_warnings)
+    for score, threshold, counts in (
+        ("curvature", 1.0, [3, 1, 2, 1, 4]),  # that at 190 is 10 steps before the spike
+        ("sustained", 1.0, [1, 1, 2, 1, 6]),
+        ("sustained", 2.15, [0, 0, 2, 0, 0]),
+        ("gradient_kurtosis", 8.6, [1, 1, 2, 1, 2]),
+        ("activation_kurtosis", 8.6, [2, 2, 2, 2, 14]),
+        ("rms_at_measured", 2.3, [1, 1, 2, 1, 4]),
+        ("rms", 2.3, [2, 2, 2, 2, 9]),
+    ):
+        row = at(frame, score, threshold).loc[8]
+        assert row[[*NAMES, "sum_of_leads"]].tolist() == counts, score
+
+
+def test_the_table_has_the_thresholds_of_other_beta2_and_those_of_the_paper(plant, query, capsys):
+    for beta2, seed in ((0.98, 0), (0.98, 1), (0.99, 0), (0.99, 1)):
+        run = plant({195: 5, 296: 5}, beta2=beta2, seed=seed, experiment="early_warnings")
+        measure(run, [("curvature", 196, 0.5), ("curvature", 296, 1.5), ("curvature", 350, 0.3)])
+    root = run.parents[1]
+    assert predictors.main(["--runs", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {cells[1].strip(): cells[2:-1] for line in lines if len(cells := line.split("|")) > 3}
+    cells = {name: [cell.strip() for cell in rows[name]] for name in rows}
+    assert list(cells)[2:11] == list(predictors.NAMES.values())
+    by_chance = [f"{2 * 8 / NUM_STEPS:.1%}"] * 2
+    whole = ["100% ({})", "100% ({})"]
+    expected = [text.format(chance) for text, chance in zip(whole, by_chance, strict=True)]
+    assert cells[predictors.NAMES["rms"]] == [*expected, "4.5", "1.00", "1.00", "-"]
+    curvature = cells[predictors.NAMES["curvature"]]
+    assert curvature == [*expected, "4.0", "1.00", "1.00", "0.00 (0.00 to 0.00)"]
+    own = cells[f"{predictors.NAMES['curvature']}, at the threshold 2 / lr"]
+    assert own[:4] == ["100% (4.6%)", "50% (2.3%)", "4.0", "0.67"]
+    assert lines[-1] == "4 runs, 8 loss spikes, horizon 8 steps"
+
+
+def test_one_beta2_has_no_table(plant, capsys):
+    run = plant({195: 5})
+    assert predictors.main(["--runs", str(run.parents[1])]) == 2
+    assert "at least two beta2" in capsys.readouterr().err

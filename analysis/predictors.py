@@ -1,0 +1,92 @@
+"""What warnings by each score are worth: `python -m analysis.predictors --runs DIR`.
+
+Prints a table in Markdown for runs of AdamW with at least two values of beta2 (`--experiment NAME`
+chooses some). Each beta2's threshold is the best one in the runs of the other values, see
+`analysis.figures.early_warnings`; the last rows have the threshold of arXiv:2506.04805.
+"""
+
+import numpy as np
+import pandas as pd
+
+from analysis import cli
+from analysis.cli import ChoiceError
+from analysis.figures import early_warnings
+from analysis.figures.early_warnings import COUNTS, shares_of
+from analysis.load import load_runs
+
+HORIZON = 8  # steps
+OWN_THRESHOLD = 1.0  # of curvature times half the learning rate
+NAMES = {
+    "rms": "RMS_t of the patch embedding",
+    "rho": "rho = RMS_t sqrt(1 - beta2)",
+    "deviation": "gradient norm: standard deviations above the mean of 100 steps",
+    "cusum": "gradient norm: CUSUM of these deviations, less 0.5 a step",
+    "curvature": "curvature along the gradient",
+    "sustained": "least of three such curvatures in a row",
+    "gradient_kurtosis": "kurtosis of the patch embedding's gradient",
+    "activation_kurtosis": "kurtosis of a block's output, the largest over blocks",
+    "rms_at_measured": "RMS_t at every second step",
+}
+HEADER = (
+    *("score", "warnings that a spike follows", "spikes that have a warning", "mean lead, steps"),
+    *("F1", "F1 from the onset", "F1 of RMS_t minus it"),
+)
+
+
+def worth(frame: pd.DataFrame) -> list[list[str]]:
+    """The rows of the table, by HEADER, for a frame of `early_warnings.warnings`.
+
+    The interval of a difference is left out if a value of beta2 has a single run.
+    """
+    shares, rows = early_warnings.transferred(frame), []
+    has_intervals = bool(frame.groupby("beta2")["run"].nunique().min() > 1)
+    reference = np.nan_to_num(shares["detection", "rms", HORIZON][:, -1])  # 0 without a warning
+    for score in early_warnings.THRESHOLDS:
+        if ("detection", score, HORIZON) not in shares:
+            continue
+        samples, onset = (shares[side, score, HORIZON] for side in ("detection", "onset"))
+        difference = reference - np.nan_to_num(samples[:, -1])
+        low, high = early_warnings.interval(difference[1:])
+        text = f"{difference[0]:.2f}" + f" ({low:.2f} to {high:.2f})" * has_intervals
+        last = text if score != "rms" else "-"
+        rows.append([NAMES[score], *_cells(samples[0], onset[0]), last])
+    is_own = np.isclose(frame["threshold"], OWN_THRESHOLD) & (frame["horizon"] == HORIZON)
+    for score in ("curvature", "sustained"):
+        own = frame[is_own & (frame["score"] == score)].groupby("counted_from")[list(COUNTS)].sum()
+        if len(own):
+            own = shares_of(own.loc[["detection", "onset"]].to_numpy(float))
+            rows.append([f"{NAMES[score]}, at the threshold 2 / lr", *_cells(*own), "-"])
+    return rows
+
+
+def _cells(detection: np.ndarray, onset: np.ndarray) -> list[str]:
+    """Shares, mean lead and F1, by the rows of `shares_of` for both ways to count spikes."""
+    precision, by_chance, recall, recall_by_chance, lead, f1 = detection
+    return [
+        f"{precision:.0%} ({by_chance:.1%})",
+        f"{recall:.0%} ({recall_by_chance:.1%})",
+        *(f"{lead:.1f}", f"{f1:.2f}", f"{onset[-1]:.2f}"),
+    ]
+
+
+@cli.entry
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = cli.Parser(prog="python -m analysis.predictors", description="Compare scores.")
+    parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
+    parser.add_argument("--experiment", help="experiment whose runs to compare [any]")
+    options = parser.parse_args(arguments)
+    frame = early_warnings.FIGURES["spike_warnings"].query(
+        load_runs(options.runs, experiment=options.experiment)
+    )
+    if frame["beta2"].nunique() < 2:
+        raise ChoiceError(f"--runs {options.runs}: a threshold needs runs of at least two beta2")
+    for cells in (HEADER, ["---"] * len(HEADER), *worth(frame)):
+        print(f"| {' | '.join(cells)} |")
+    spikes = frame.drop_duplicates("run")["num_spikes"].sum()
+    print(f"\n{frame['run'].nunique()} runs, {spikes:.0f} loss spikes, horizon {HORIZON} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
