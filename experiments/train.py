@@ -19,9 +19,11 @@ import sys
 import time
 from functools import partial
 
+from rich import get_console
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from experiments import entry
 from lowprec.config.schema import Config
@@ -32,6 +34,7 @@ from lowprec.train.preflight import preflight
 from lowprec.train.ranks import place
 from lowprec.waiting import Waiting
 
+NUMBERS = 72  # characters beside the name of a run: a bar, its numbers and the note
 MAIN_SCORES = ("zero_shot/top1", "retrieval/image_to_text_r1")  # in the table of a sweep
 
 
@@ -49,9 +52,11 @@ class ProgressBar:
         self.start: tuple[float, int] | None = None  # time and step at which training began
         self.last: dict = {}
         self.chance: dict[str, float] = {}
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        note = TextColumn("{task.fields[note]}")
-        self.bar = Progress(*columns, TimeRemainingColumn(), note)
+        short = Column(no_wrap=True, max_width=max(20, get_console().width - NUMBERS))
+        kinds = (MofNCompleteColumn, TimeRemainingColumn)
+        numbers = [kind(table_column=Column(no_wrap=True)) for kind in kinds]
+        name, note = TextColumn("{task.description}", table_column=short), "{task.fields[note]}"
+        self.bar = Progress(name, BarColumn(bar_width=None), *numbers, TextColumn(note))
         self.task = self.bar.add_task(escape(self.name), total=config.num_steps, note="")
 
     def doing(self, what: str) -> None:

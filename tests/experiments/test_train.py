@@ -1,6 +1,7 @@
 """Entry points as a user starts them: exit codes, output, files."""
 
 import contextlib
+import io
 import json
 import re
 import runpy
@@ -10,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import rich
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from experiments import entry, evaluate, export, make_shapes, train
 from experiments.evaluate import EvaluateConfig
@@ -178,6 +181,21 @@ def test_faults_of_data_are_named_before_anything_is_written(work, monkeypatch, 
 def test_each_recipe_has_a_file():
     files = [OmegaConf.load(path) for path in (CONF / "precision").glob("*.yaml")]
     assert {file.get("recipe", "high") for file in files} == set(RECIPES)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_long_name_leaves_room_for_the_numbers_of_a_run(monkeypatch, width):
+    console = Console(width=width, force_terminal=True, file=io.StringIO(), color_system=None)
+    monkeypatch.setattr(rich, "_console", console)
+    monkeypatch.setattr(entry, "sweep", entry.Sweep(own="optimizer.beta2=0.95 " * 5))
+    progress = train.ProgressBar(Config())
+    progress.at(1)
+    progress.flushed({"step": 16, "step_ms": 100, "loss": 2.3456, "memory_gib": 11})
+    console.print(progress.bar.get_renderable())
+    progress.close()
+    [line] = console.file.getvalue().rstrip().splitlines()
+    assert line.startswith("optimizer.beta2=") and len(line) <= width
+    assert line.endswith("16/1000 -:--:-- loss 2.346  1280 images/s  11 GiB")
 
 
 def test_a_run_without_a_terminal_tells_its_step_and_loss(monkeypatch, capfd):
