@@ -98,6 +98,10 @@ class ProgressBar:
             line = f"{self.name} step {row['step']}: {', '.join(scores)}"
             self.bar.console.print(line, soft_wrap=True, markup=False)
 
+    def ended_before(self, row: dict) -> None:
+        """Keeps the last row of a run that is not trained again."""
+        self.last = row
+
     def close(self) -> None:
         """Leaves the bar as it is."""
         if self.waiting:

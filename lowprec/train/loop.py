@@ -33,6 +33,9 @@ class Progress:
     def flushed(self, row: dict) -> None:
         """A flush wrote the last step's row; `row` has its throughput and timing, too."""
 
+    def ended_before(self, row: dict) -> None:
+        """The run is not trained again; `row` is the last of its record."""
+
     def close(self) -> None:
         """The attempt has ended, possibly with an error."""
 

@@ -31,6 +31,7 @@ from lowprec.runs.attempts import first_step
 from lowprec.runs.environment import environment
 from lowprec.runs.identity import directory, identity
 from lowprec.runs.provenance import changes_since, code_digests
+from lowprec.runs.read import RecordFileError, read_last_row
 from lowprec.runs.record import NullRecord, Record
 from lowprec.train.build import Built, build, is_slow, pick_device
 from lowprec.train.checkpoint import keep_weights
@@ -73,7 +74,7 @@ def train_run(
     run = directory(config, sources)
     if expected not in (None, str(run)):
         raise RunError(f"{expected}: its data have changed since `submit`, so it is now {run}")
-    record = _open_record(run, config, world)
+    record = _open_record(run, config, world, progress)
     if record is None:
         return None
     with stop_request() as stop, contextlib.closing(record):
@@ -101,10 +102,10 @@ def train_run(
     return ended
 
 
-def _open_record(run: Path, config: Config, world: Ranks) -> Record | None:
+def _open_record(run: Path, config: Config, world: Ranks, progress: Progress) -> Record | None:
     """Opens a run's record, for writing in rank 0 only.
 
-    None if the run has ended; then only a new remark is written.
+    None if the run has ended; then its last row is reported, and only a new remark is written.
     """
     opened: list[Record] = []
 
@@ -114,6 +115,8 @@ def _open_record(run: Path, config: Config, world: Ranks) -> Record | None:
         is_finished = status["state"] == "finished" and status["step"] >= config.num_steps
         if is_finished or status["state"] == "diverged":
             print(f"{run} is {status['state']} at step {status['step']}; nothing to do")
+            with contextlib.suppress(FileNotFoundError, RecordFileError):
+                progress.ended_before(read_last_row(run / "metrics.jsonl"))
             _write_remark(run, config.remark)
             record.close()
             return None

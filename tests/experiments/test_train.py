@@ -137,6 +137,10 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work,
     as_command(*command, "remark=later")
     output = capfd.readouterr().out
     assert output.count("nothing to do") == output.count("its remark is now 'later'") == 2
+    losses = [f"{read_rows(run / 'metrics.jsonl')[-1]['loss']:.3f}" for run in runs]
+    table = [line.split() for line in output.splitlines()]
+    for seed, loss in zip("12", losses, strict=True):
+        assert [seed, "ended", "before", "2", loss] in table
     assert all(read_config(run).remark == "later" for run in runs)
     names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
