@@ -135,11 +135,15 @@ def summary(run_states: list[State]) -> str:
 
 
 def steps(plan: Plan, run_states: list[State]) -> str:
-    """`run 0 at step 12 of 50, run 1 at ...`: up to four of the running runs, or nothing."""
+    """`run 0 at step 12 of 50, run 1 starting`: up to four of the running runs, or nothing.
+
+    A run is starting until it has recorded a step.
+    """
     running = [state for state in run_states if state.state == "running"]
+    last = [plan.runs[state.index].config["num_steps"] for state in running]
     texts = [
-        f"run {state.index} at step {state.step} of {plan.runs[state.index].config['num_steps']}"
-        for state in running[:4]
+        f"run {state.index} " + (f"at step {state.step} of {num}" if state.step else "starting")
+        for state, num in zip(running[:4], last, strict=False)
     ]
     return ", ".join([*texts, *["..."] * (len(running) > 4)])
 

@@ -12,6 +12,7 @@ from experiments.train import main as train
 from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
 from lowprec.sweep.plan import Plan, _write
+from lowprec.sweep.status import State, steps
 
 LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
 
@@ -76,6 +77,12 @@ def test_a_finished_run_has_no_result_once_num_steps_are_raised(plan, sweeps):
     assert sweeps.names() == ["lost", "lost"]
     (directory / "status.json").write_text('{"state": "diverged", "step": 1}')
     assert sweeps.names() == ["diverged", "lost"]
+
+
+def test_a_run_without_a_recorded_step_is_starting(plan):
+    run_states = [State(0, "running", 12), State(1, "running")]
+    num_steps = plan.runs[0].config["num_steps"]
+    assert steps(plan, run_states) == f"run 0 at step 12 of {num_steps}, run 1 starting"
 
 
 def test_a_users_own_pipe_is_trained_in_the_background(here, tiny, squares, monkeypatch):
