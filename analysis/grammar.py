@@ -290,8 +290,8 @@ class Lines(Figure):
             text += f" All runs: {frame['label'].iloc[0]}."
         if self.y.column == "loss":
             text += (
-                " The loss axis ends at the largest loss, of runs that did not diverge, after the "
-                "first tenth, at most at twice the first loss."
+                " The loss axis ends at the largest loss, of runs that did not diverge, "
+                f"{panels.IN_PRINT}, at most at twice the first loss."
             )
             if len(panels.above(frame, panels.cap(frame))):
                 text += " Triangles at its upper edge are higher losses."

@@ -27,7 +27,9 @@ SIDES = {
 }  # of a name beside a point
 LINE = 0.115  # inches, the height of a line of these names
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
-CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run
+CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run,
+SHORT = 400  # or of a run with fewer steps at the largest loss
+IN_PRINT = f"after the first tenth (with fewer than {SHORT} steps, at any step)"
 MOST = 2  # but at most at this multiple of the first loss
 WIDE = 10  # ratio of the largest to the smallest value beyond which an axis is logarithmic
 
@@ -75,18 +77,23 @@ def step_axis(ax: Axes) -> None:
 
 
 def cap(frame: pd.DataFrame) -> float:
-    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run.
+    """Upper end of the loss axis: the largest loss after `CAP_AFTER` of a run, if it is not SHORT.
 
     It is at most `MOST` times the first loss. Diverged runs count only if all diverged.
     """
     first = frame.loc[frame["step"] == 1, "loss"].max()
-    late = frame["step"] >= CAP_AFTER * frame["num_steps"]
+    late = _is_late(frame)
     counted = late & (frame["state"] != "diverged")
     for losses in (frame["loss"][counted], frame["loss"][late], frame["loss"]):
         finite = losses[np.isfinite(losses)]
         if len(finite):
             return 1.05 * float(np.fmin(finite.max(), MOST * first))
     return 1.0
+
+
+def _is_late(frame: pd.DataFrame) -> pd.Series:
+    num_steps = frame["num_steps"]
+    return (frame["step"] >= CAP_AFTER * num_steps) | (num_steps < SHORT)
 
 
 def draw_runs(
@@ -324,9 +331,8 @@ def mark_end(ax: Axes, steps: pd.Series, values: pd.Series, color: tuple) -> Non
 
 
 def above(frame: pd.DataFrame, top: float) -> pd.DataFrame:
-    """The rows after `CAP_AFTER` of runs that did not diverge whose loss is beyond the axis."""
-    late = frame["step"] >= CAP_AFTER * frame["num_steps"]
-    return frame[late & (frame["state"] != "diverged") & (frame["loss"] > top)]
+    """The rows that `cap` counts, of runs that did not diverge, whose loss is beyond the axis."""
+    return frame[_is_late(frame) & (frame["state"] != "diverged") & (frame["loss"] > top)]
 
 
 def mark_above(ax: Axes, run: pd.DataFrame, color: tuple) -> None:

@@ -96,7 +96,7 @@ FIGURES = {
         size=(1, 3.6),
         what="RMS_t of the patch embedding and training loss",
         text="One seed of each setting. After figure 9, arXiv:2304.13013. The loss axis ends at "
-        "the largest loss after the first tenth of training, at most at twice the first loss, and "
+        f"the largest loss {panels.IN_PRINT}, at most at twice the first loss, and "
         f"that of RMS_t begins at {LOWEST:g} or above. The paper: {paper.FOLLOWING_SAID}.",
     )
     for slug, studies in {

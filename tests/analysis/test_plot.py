@@ -65,6 +65,16 @@ def test_a_run_of_unknown_precision_goes_by_its_name(make_run):
     assert legend(ax) == ["unknown, AdamW"]  # the median of two seeds
 
 
+@pytest.mark.parametrize("num_steps", [60, 600])
+def test_the_loss_axis_covers_the_first_steps_of_short_runs_alone(make_run, num_steps):
+    losses = np.full(num_steps, 0.5)
+    losses[:4] = 5.0, 4.0, 3.0, 2.0
+    run = make_run(experiment=None, num_steps=num_steps, losses=losses)
+    [ax] = drawn(*plot.make_figure(load_runs(run)))
+    assert ax.get_xlim()[0] == 0
+    assert (ax.get_ylim()[1] > 5) == (num_steps == 60)
+
+
 def test_a_loss_above_the_axis_has_a_marker_at_its_edge(make_run):
     losses = np.full(100, 0.25)
     losses[0], losses[59:62] = 0.27, 240_106
