@@ -81,12 +81,12 @@ def main(config: CompactConfig) -> None:
 
 
 def compact(run: Path, out: Path, patterns: list[str]) -> None:
-    """Copies the small files, replays' tables, matching columns of tensors and details, blocks."""
+    """Copies the small files, replays, matching columns of tensors and details, blocks."""
     out.mkdir(parents=True)
     for name in FILES:
         if (run / name).exists():
             shutil.copyfile(run / name, out / name)
-    for path in run.glob("replays/*_table.csv"):
+    for path in run.glob("replays/*.csv"):
         (out / "replays").mkdir(exist_ok=True)
         shutil.copyfile(path, out / "replays" / path.name)
     tables = {"tensors.parquet": patterns, "details.parquet": patterns, "blocks.parquet": ["*"]}

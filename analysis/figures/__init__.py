@@ -7,6 +7,7 @@ from analysis.figures import (
     leads,
     loss_and_rms,
     losses,
+    paired_branches,
     replays,
     scores,
     speed,
@@ -15,6 +16,7 @@ from analysis.figures import (
 
 FIGURES = {
     **replays.FIGURES,
+    **paired_branches.FIGURES,
     **loss_and_rms.FIGURES,
     **scores.FIGURES,
     **formats.FIGURES,

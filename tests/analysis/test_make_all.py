@@ -24,6 +24,7 @@ from tests.analysis.test_bench_figures import (
     op_lines,
 )
 from tests.analysis.test_block_figures import noises
+from tests.analysis.test_paired_branches import write_steps
 from tests.analysis.test_point_of_no_return import replays, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,7 @@ STUDIES = {  # experiment: what its runs differ in
     "spikes_vs_precision": [dict(recipe=r, beta2=0.99) for r in ("switchback", "fp8_tensorwise")],
     "one_product": [dict(recipe="custom", products=products) for products in NARROW],
     "point_of_no_return": [dict(beta2=0.99)],
+    "branches": [dict(optimizer="stable_adamw")],
     "weight_gradient": [
         dict(model=model, **precision)
         for model in ("vit_b14", "vit_l14", "vit_h14")
@@ -124,6 +126,8 @@ def write_studies(root, write_run):
             write_rows(run / "events.jsonl", [event])
             if experiment == "point_of_no_return":
                 write_table(run, replays())
+            if experiment == "branches":
+                write_steps(run)
             if experiment == "weight_gradient" and rank == 0:
                 write_rows(run / "quant_error.jsonl", noises())
     for row in lines():

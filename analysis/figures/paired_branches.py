@@ -1,0 +1,140 @@
+"""How far recipes part from bf16 within some steps from one state, by replays of these steps.
+
+Not in the paper. Runs: `experiment=branches`, replayed in each recipe and from perturbed weights.
+The rules are those of experiments/PROTOCOL.md, "Paired branches".
+"""
+
+import io
+import math
+import warnings
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from scipy import stats
+
+from analysis import measures, naming, style
+from analysis.evidence import LEVEL, TWO_ONE_SIDED, UNDECIDED
+from analysis.figures.replays import CONTROL, PERTURBED
+from analysis.grammar import Panels
+from analysis.load import Runs
+from analysis.run_files import as_path
+from analysis.size_judges import LOG_MARGIN, MARGIN
+from lowprec.runs.read import read_file
+from lowprec.runs.tables import UNREADABLE
+
+BF16, CODE_BOOKS = "bf16", "code_books"
+COLUMNS = (*measures.OF_A_RUN, "after", "recipe", "perturbation", "difference", "error")
+COLUMNS += ("num_bf16", "scatter", "bf16_scatter")
+COLORS = ("#0072B2", "#D55E00")  # of states, in order
+
+
+def branches(runs: Runs) -> pd.DataFrame:
+    """Returns one row per replay, of runs with tables of replayed steps.
+
+    `after` is the step of the state. `difference` is the mean log loss of the second half of the
+    steps minus its mean over the replays in bf16, which are the control and those from perturbed
+    weights; NaN if the replay ended early or has a loss that is not finite. `error` is the standard
+    error of the difference of one more replay in bf16, whose number is `num_bf16`. `scatter` is the
+    standard deviation, over these steps, of the log loss minus the control's, and `bf16_scatter`
+    its median over the perturbed replays.
+    """
+    return measures.by_run(runs, measures.named_heads(runs), COLUMNS, _branches)
+
+
+def _branches(run: Runs, head: dict) -> pd.DataFrame:
+    frames = [pd.DataFrame()]
+    for path in sorted((as_path(head["path"]) / "replays").glob("step_*.csv"), key=str):
+        if path.name.endswith("_table.csv"):
+            continue
+        try:
+            frames.append(compare(pd.read_csv(io.BytesIO(read_file(path)))))
+        except UNREADABLE as error:
+            warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+    return pd.concat(frames)
+
+
+def compare(steps: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `branches` for the steps of all replays from one state."""
+    steps = steps[steps["change"] != "recorded"].astype({"loss": float, "perturbation": float})
+    logs = np.log(steps["loss"].where(steps["loss"] < math.inf))
+    logs = steps.assign(loss=logs, perturbation=steps["perturbation"].fillna(0)).pivot(
+        index="step", columns=["change", "perturbation"], values="loss"
+    )
+    half = logs.iloc[len(logs) // 2 :]
+    means, scatter = half.mean(skipna=False), half.sub(half[CONTROL, 0], axis=0).std()
+    change = means.index.get_level_values("change")
+    in_bf16 = means[change.isin([CONTROL, PERTURBED])]
+    frame = pd.DataFrame({"difference": means - in_bf16.mean(skipna=False), "scatter": scatter})
+    facts = {"after": logs.index[0] - 1, "recipe": change.map(_recipe), "num_bf16": len(in_bf16)}
+    facts["error"] = in_bf16.std(skipna=False) * math.sqrt(1 + 1 / len(in_bf16))
+    facts["bf16_scatter"] = scatter[change == PERTURBED].median()
+    return frame.assign(**facts).reset_index("perturbation")
+
+
+def _recipe(change: str) -> str:
+    """The recipe of a replay: a label, CODE_BOOKS, or BF16 if nothing but weights is changed."""
+    if change in (CONTROL, PERTURBED):
+        return BF16
+    return CODE_BOOKS if "e4m3_bnb" in change else change.removeprefix("precision=")
+
+
+def in_print(recipe: str) -> str:
+    """A recipe in print."""
+    if recipe == CODE_BOOKS:
+        return "fp8 tensor-wise, released code books"
+    return naming.precision(recipe)
+
+
+def interval(rows: pd.DataFrame, level: float) -> tuple[pd.Series, pd.Series]:
+    """The lower and upper ends of the differences in log loss, by t."""
+    half = rows["error"] * stats.t.ppf((1 + level) / 2, rows["num_bf16"] - 1)
+    return rows["difference"] - half, rows["difference"] + half
+
+
+def outcome(rows: pd.DataFrame) -> str:
+    """What the replays in one recipe, one from each state, show: the rule of PROTOCOL.md."""
+    if rows["error"].isna().any():
+        return UNDECIDED
+    if rows["difference"].isna().any():
+        return "diverges"
+    low, high = interval(rows, LEVEL)
+    near_low, near_high = interval(rows, TWO_ONE_SIDED)
+    if (rows["bf16_scatter"] < rows["scatter"] / 2).any():
+        return UNDECIDED
+    if (low > 0).all() or (high < 0).all():
+        return "differs"
+    is_near = (near_low >= -LOG_MARGIN) & (near_high <= LOG_MARGIN)
+    return f"equal within {MARGIN:g}%" if is_near.all() else UNDECIDED
+
+
+def plot(frame: pd.DataFrame, ax: Axes) -> None:
+    """A row for each recipe, with its 95% interval from each state; in bf16, all replays."""
+    recipes = sorted(set(frame["recipe"]), key=lambda name: naming.rank(name, naming.PRECISIONS))
+    for place, (after, part) in enumerate(frame.groupby("after")):
+        color, at = COLORS[place % len(COLORS)], part["recipe"].map(recipes.index) + 0.2 * place
+        percent = 100 * np.expm1(part["difference"])
+        ax.plot(percent, at, "o", ms=3, color=color, label=f"from step {after:,}")
+        low, high = (100 * np.expm1(end) for end in interval(part, LEVEL))
+        bars = part["recipe"] != BF16
+        ax.hlines(at[bars], low[bars], high[bars], color=color, lw=1)
+    ax.axvspan(-MARGIN, MARGIN, color="0.92", lw=0, zorder=0)
+    ax.axvline(0, color=style.OTHER, lw=0.8, zorder=0.5)
+    ax.set_yticks(np.arange(len(recipes)) + 0.1, map(in_print, recipes))
+    ax.invert_yaxis()
+    ax.grid(visible=False, axis="y")
+    ax.set_xlabel("training loss relative to bf16 (%)")
+
+
+FIGURES = {
+    "branches": Panels(
+        studies=("branches",),
+        table=branches,
+        plots=(plot,),
+        size=(1.5, 2.2),
+        what="training loss in each recipe from one state, relative to bf16,",
+        text="Points: means over the second half of the replayed steps; bf16 has the unchanged "
+        "replay and those from weights perturbed in the last digit. Bars: 95% intervals by their "
+        f"standard deviation. Gray: {MARGIN:g}%, the margin of equality.",
+    )
+}
