@@ -7,8 +7,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import measures, naming, panels, spike_marks, style
-from analysis.grammar import Panels, by
+from analysis.figures.scores import values_of
+from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
+from analysis.points import Points
 
 FLOOR = 0.08  # nats: lower spikes are marked there
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
@@ -137,6 +139,20 @@ def _name_beta2(ax: Axes, places: dict[float, int]) -> None:
     ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
 
 
+def highest(runs: Runs) -> pd.DataFrame:
+    """The height of the highest loss spike of each run, 0 without one."""
+    heads = measures.named_heads(runs, ("intervention.name", "optimizer.beta2"))
+
+    def of_run(run: Runs, head: dict) -> pd.DataFrame:
+        protocol = spike_marks.protocol_of_run(head)
+        series = spike_marks.read_series(run, spike_marks.TENSOR)
+        heights = spike_marks.spike_table(series, protocol)["height"]
+        return pd.DataFrame([{"highest": max(heights, default=0.0), **asdict(protocol)}])
+
+    columns = (*measures.OF_A_RUN, "highest", *spike_marks.THRESHOLDS)
+    return measures.by_run(runs, heads, columns, of_run)
+
+
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
 RECORDED = ["loss", "loss_scale", "skipped_tensors"]
 
@@ -205,6 +221,18 @@ FIGURES = {
         "at which an optimizer was not run) or bars are their means, and the vertical lines go "
         "from the smallest to the largest. Open points: evaluated right after a reset of the "
         "optimizer's moments.",
+    ),
+    "kq_norm": Points(
+        studies=("kq_norm", "stability"),
+        same_but=("intervention.name", "gpu"),
+        table=highest,
+        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
+        y=(Axis(column="highest", label="highest loss spike of a run (nats)"),),
+        hue="intervention",
+        order=tuple(naming.INTERVENTIONS),
+        look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
+        name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
+        text="0 without a spike.",
     ),
     "loss_scaler": Panels(
         studies=("loss_scaler",),

@@ -58,6 +58,7 @@ STUDIES = {  # experiment: what its runs differ in
     "stability": [
         dict(beta2=b, optimizer=o) for b in (0.9, 0.99) for o in ("adamw", "stable_adamw")
     ],
+    "kq_norm": [dict(beta2=b, intervention=CHANGES[2]) for b in (0.9, 0.99)],
     "spikes_vs_size": [dict(model=model, beta2=0.99) for model in ("mini_b", "mini_l")],
     "spikes_vs_batch": [dict(batch_size=size, beta2=0.99) for size in (256, 1024)],
     "spikes_vs_lr": [dict(lr=lr, beta2=0.99) for lr in (5e-4, 4e-3)],

@@ -9,6 +9,7 @@ import pytest
 
 from analysis import load_runs, naming, spike_marks
 from analysis.figures import (
+    kq_norm,
     lead_histogram,
     rms_and_loss,
     spike_heights,
@@ -16,7 +17,12 @@ from analysis.figures import (
 )
 from analysis.measures import RECALL
 from lowprec.clip.model import build_model
-from lowprec.config.schema import DiagnosticsConfig, ModelConfig, SpikeConfig
+from lowprec.config.schema import (
+    DiagnosticsConfig,
+    InterventionConfig,
+    ModelConfig,
+    SpikeConfig,
+)
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn, spiking
 
@@ -58,6 +64,19 @@ def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
     left, right = drawn(lead_histogram, frame)
     heights = [bar.get_height() for bar in left.patches]
     assert sum(heights) == 2 * 4  # all and, over them, those over 1 nat; two have no lead
+
+
+def test_the_highest_spikes_are_those_of_runs_that_differ_in_kq_norm_and_gpu(plant, query):
+    with_it = {"experiment": "kq_norm", "intervention": InterventionConfig("kq_norm")}
+    plant({400: 3, 600: 3}, beta2=0.98, gpu="H200", **with_it)
+    plant({}, beta2=0.99, gpu="H200", **with_it)
+    for beta2 in (0.98, 0.99, 0.999):
+        plant({500: 3}, beta2=beta2, gpu="H100", experiment="stability", seed=1)
+    plant({500: 3}, beta2=0.99, gpu="H100", experiment="stability", lr=4e-3)
+    frame = query(kq_norm)
+    rows = frame.set_index(["beta2", "intervention"])["highest"].sort_index()
+    assert [*rows.index] == [(b, i) for b in (0.98, 0.99) for i in ("kq_norm", "none")]
+    assert rows[0.99, "kq_norm"] == 0 and rows.drop((0.99, "kq_norm")).between(1.2, 1.4).all()
 
 
 def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
