@@ -150,6 +150,14 @@ def name_rows(ax: Axes, names: Collection[str]) -> None:
     ax.set_ylim(len(names) - 0.5, -0.5)
 
 
+def name_places(ax: Axes, names: Collection[str]) -> None:
+    """Names the places 0, 1, ... of an x axis, turned if they are too long for a column of text."""
+    longest = [max(map(len, name.split("\n"))) for name in names]
+    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    is_wide = sum(longest) + 2 * len(names) > CHARACTERS * style.COLUMN_WIDTH
+    ax.set_xticks(range(len(names)), names, **(turned if is_wide else {}))
+
+
 def number_axis(ax: Axes, values: pd.Series) -> None:
     """A logarithmic x axis with a tick at each of a few values."""
     ax.set_xscale("log")

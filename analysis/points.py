@@ -1,6 +1,7 @@
 """`Points`, a row of `analysis/figures`: a point for each run."""
 
 import itertools
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from analysis.load import Runs
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
 APART_ON_LINES = 0.06
+WRAP = 13  # characters of a line of a hue's name below its points
 CROWD = 8  # runs at one place; more are spread
 
 
@@ -55,7 +57,7 @@ class Points(Figure):
             ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
             frame = frame.loc[ranks.sort_values(kind="stable").index]
         parts, labels = self.facet(frame), self._labels(frame)
-        pairs = self._pairs(frame)
+        pairs = [(self._axis(x, frame, labels), y) for x, y in self._pairs(frame)]
         cells = [
             ("" if i else title, part, *pair)
             for title, part in parts
@@ -79,7 +81,7 @@ class Points(Figure):
             panels.name_lines(canvas, axes)
         elif not self.means and len(axes) == 1:
             panels.name_points(canvas, axes[0])
-        elif self.hue not in (x.column for x in self.x):
+        elif self.hue not in (x.column for x, _ in pairs):
             panels.legend_below(canvas, axes, labels.values())
 
     def plot(self, frame: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
@@ -104,7 +106,7 @@ class Points(Figure):
         ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
         if x.names:
             named = x.names(frame)
-            ax.set_xticks(range(len(named)), list(named.values()))
+            panels.name_places(ax, named.values())
             room = 0.3 if self.means == "line" else 0.5
             ax.set_xlim(-room, len(named) - 1 + room)
         elif x.log:
@@ -127,6 +129,13 @@ class Points(Figure):
         pairs = list(itertools.product(self.x, self.y))
         drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
         return list(itertools.compress(pairs, drawn)) or pairs[:1]
+
+    def _axis(self, x: Axis, frame: pd.DataFrame, labels: dict) -> Axis:
+        """`x`; if it has one value and runs have bars, an axis that names their hues instead."""
+        if self.means != "bar" or not x.names or len(x.names(frame)) > 1:
+            return x
+        names = {hue: textwrap.fill(labels[hue], WRAP) for hue in frame[self.hue].unique()}
+        return Axis(column=self.hue, label=x.names(frame).popitem()[1], names=lambda _: names)
 
     def _labels(self, frame: pd.DataFrame) -> dict[str, str]:
         heads = frame.drop_duplicates(self.hue).set_index(self.hue, drop=False)

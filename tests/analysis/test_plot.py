@@ -107,6 +107,27 @@ def test_last_values_are_points_with_mean_and_range(runs):
     assert [text.get_text() for text in ax.get_xticklabels()] == ["0.001", "0.004"]
 
 
+def test_methods_at_one_value_are_named_below_their_points(make_run, tmp_path):
+    scores = {"recall/top1": np.full(9, 0.5)}
+    recipes = ("high", "switchback", "llm_int8", "fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4")
+    for recipe in recipes:
+        make_run(experiment=None, num_steps=9, recipe=recipe, columns=scores)
+    words = {"y": "recall/top1", "x": "model", "hue": "precision"}
+    for num in (2, 7):
+        some = load_runs(tmp_path / "runs")
+        some = some.where(some.summaries["run"].isin(_of(some, recipes[:num])))
+        with style():
+            [ax] = drawn(*plot.make_figure(some, **words))
+        names = ax.get_xticklabels()
+        assert [name.get_text() for name in names][:2] == ["bf16", "SwitchBack\nint8"]
+        assert not ax.figure.legends and ax.get_xlabel() == "nano" and len(names) == num
+        assert {name.get_rotation() for name in names} == {45 if num == 7 else 0}
+
+
+def _of(runs, recipes):
+    return runs.runs.loc[runs.runs["precision.recipe"].isin(recipes), "run"]
+
+
 def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
     for decay in (0.65, None, 0.45):
         scores = {"recall/top1": np.full(20, decay or 0.2)}
