@@ -77,6 +77,7 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
     ))  # fmt: skip
     size_axis(ax, frame["dim"], "width of the layer")
     ax.set(ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
+    ax.axhline(0, color="black", lw=0.6)
     ax.set_title(f"{on(ours)}; gray: {paper.SOURCE}")
 
 
