@@ -259,6 +259,7 @@ def changed(everything):
     """bf16 runs of ViT-H/14 by change of the model, learning rate and seed."""
     at = everything.summaries
     is_its = (at["scale"] == "true_size") & (at["model.name"] == "vit_h14")
+    is_its &= at["experiment"] != "branches"  # its run repeats one of them
     runs = everything.where(is_its & (at["precision.label"] == "bf16"))
     heads = measures.with_scores(runs, measures.named_heads(runs))
     for row, run in heads["run"].items():
