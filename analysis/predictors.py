@@ -60,12 +60,13 @@ def worth(frame: pd.DataFrame) -> list[list[str]]:
 
 
 def _cells(detection: np.ndarray, onset: np.ndarray) -> list[str]:
-    """Shares, mean lead and F1, by the rows of `shares_of` for both ways to count spikes."""
+    """Shares, mean lead ("-" without one) and F1, by the rows of `shares_of` for both counts."""
     precision, by_chance, recall, recall_by_chance, lead, f1 = detection
     return [
         f"{precision:.0%} ({by_chance:.1%})",
         f"{recall:.0%} ({recall_by_chance:.1%})",
-        *(f"{lead:.1f}", f"{f1:.2f}", f"{onset[-1]:.2f}"),
+        "-" if np.isnan(lead) else f"{lead:.1f}",
+        *(f"{f1:.2f}", f"{onset[-1]:.2f}"),
     ]
 
 

@@ -63,7 +63,7 @@ def measure(built: Built, plain: ContrastiveTask, step: int, batch: Batch) -> di
 
     `loss`: the step's, with the patches that it will drop; `curvature`: see `curvature`;
     `gradient_kurtosis`: of the patch embedding; `activation_kurtosis/<block>`: of each block's
-    output; `measure_ms`: the time that this took.
+    output; `measure_ms`: the time until these were there, with that of steps still queued.
     """
     start, activations = time.perf_counter(), {}
     params, blocks = dict(plain.model.named_parameters()), clip.blocks(plain.model)

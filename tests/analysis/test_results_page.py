@@ -269,6 +269,45 @@ def test_what_warnings_are_worth_is_that_of_the_records():
     assert f"{num_runs} other runs of AdamW with {num_spikes:.0f} spikes" in page
 
 
+@pytest.mark.slow
+def test_scores_of_early_warnings_are_worth_what_the_records_say():
+    runs, text = load_runs(RESULTS / "early_warnings_mini"), words_of("spikes")
+    frame = FIGURES["spike_warnings"].query(runs)
+    rows = rows_of("| score in `early_warnings_mini` |")
+    assert rows == predictors.worth(frame)
+    num_spikes = frame.drop_duplicates("run")["num_spikes"].sum()
+    assert f"There are {num_spikes:.0f} loss spikes in {len(runs.runs)} runs." in text
+    of_one = f"{1 / num_spikes:.0%} ("
+    new = [cells for cells in rows if "curvature" in cells[0] or "kurtosis" in cells[0]]
+    transferred = [cells[2] for cells in new if "2 / lr" not in cells[0]]
+    assert len(transferred) == 4 and all(cell.startswith(("0% (", of_one)) for cell in transferred)
+    [own] = [cells for cells in rows if cells[0].startswith("curvature along the gradient, at")]
+    assert own[2].startswith(f"{3 / num_spikes:.0%} (")
+    assert f"warns of 3, and {own[1].partition(' ')[0]} of its warnings are right" in text
+
+
+@pytest.mark.slow
+def test_collapse_and_cost_of_early_warnings_are_those_of_the_records():
+    runs, text = load_runs(RESULTS / "early_warnings_mini"), words_of("spikes")
+    chance = math.log(1024)
+    by_run = runs.metrics.set_index("step").groupby("run")["loss"]
+    beta2 = runs.runs.set_index("run")["optimizer.beta2"]
+    ends = {beta2[run]: loss.loc[951:].mean() for run, loss in by_run}
+    assert sorted(b for b, end in ends.items() if abs(end - chance) < 0.01) == [0.995, 0.999]
+    assert all(loss.min() < 1 for _, loss in by_run)
+    collapsed = runs.events.dropna(subset="collapsed").drop_duplicates("run")
+    since = " and ".join(line.rpartition(" ")[2] for line in sorted(collapsed["collapsed"]))
+    assert f"from steps {since} on, they are at chance level ({chance:.2f})" in text
+    loss = {beta2[run]: loss for run, loss in by_run}[0.995]
+    rise = loss.loc[937:947].max() - loss.loc[837:936].median()
+    assert f"a rise of {rise:.1f} nats at step 937" in text
+    own = runs.timing.groupby("run")["step_ms"].median().median()
+    others = load_runs(RESULTS / "kq_norm_mini").timing  # those that shared a GPU are slower
+    plain = others.groupby("run")["step_ms"].median().min()
+    assert f"makes the mean step {own:.0f} ms" in text and f"takes {plain:.0f} ms" in text
+    assert f"as much time as {2 * (own - plain) / plain:.0f} steps" in text
+
+
 def test_predictions_are_scored_as_in_the_claims():
     table = CLAIMS.partition("## Predictions")[2]
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
