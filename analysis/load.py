@@ -1,8 +1,8 @@
 """Runs as tidy tables: `load_runs(root)` reads every run directory at or below a folder.
 
-`root` may be a URL that fsspec can open (`s3://bucket/runs`). Runs in archives (`runs.zip`) are
-read without unpacking. A run that is unfinished, was killed or is damaged loads with its good rows
-and a note that says what is missing. Files are read when a table is first accessed.
+`root` may be a URL that fsspec can open (`s3://bucket/runs`). Runs in local archives (`runs.zip`)
+are read without unpacking. A run that is unfinished, was killed or is damaged loads with its good
+rows and a note that says what is missing. Files are read when a table is first accessed.
 """
 
 import warnings
