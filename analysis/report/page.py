@@ -1,6 +1,7 @@
 """Renders the report: plain values for the template page.html.j2, which holds all markup."""
 
 import json
+import math
 from collections.abc import Sequence
 from numbers import Number
 from pathlib import Path
@@ -51,6 +52,9 @@ class Field(NamedTuple):
     key: float | str  # the table is sorted by it
     kind: str = "text"
     detail: object = ""
+
+
+NOT_EXAMINED = Field("not examined", "none")  # a run too short for spikes
 
 
 def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Sequence = ()) -> str:
@@ -264,7 +268,11 @@ def _settings(data: list[RunData], groups: pd.Series, looks: list[tuple[str, str
     for group, members in groups.groupby(groups, sort=False).groups.items():
         runs = [data[i] for i in members]
         values = pd.DataFrame(
-            {"final loss": run.final_loss, **run.scores, "loss spikes": len(run.spikes)}
+            {
+                "final loss": run.final_loss,
+                **run.scores,
+                "loss spikes": math.nan if run.unexamined else len(run.spikes),
+            }
             for run in runs
         ).reindex(columns=list(forms))
         detail = {"look": looks[members[0]], "hover": group}
@@ -273,6 +281,10 @@ def _settings(data: list[RunData], groups: pd.Series, looks: list[tuple[str, str
             field = _field(mean, forms[name])
             more = "" if pd.isna(spread) else f"\u00a0\u00b1\u00a0{format(spread, forms[name])}"
             fields.append(field._replace(text=field.text + more))
+        if not (num := int(values["loss spikes"].count())):
+            fields[-1] = NOT_EXAMINED
+        elif num < len(runs):
+            fields[-1] = fields[-1]._replace(text=f"{fields[-1].text} ({num} of {len(runs)} seeds)")
         rows.append({"fields": fields})
     titles = ["setting", "seeds", "final loss", *map(_title_of, names), "loss spikes"]
     return {"titles": titles, "rows": rows if groups.duplicated().any() else []}
@@ -288,7 +300,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields = [names[i], *_progress(run), _field(run.final_loss, ".4f")]
         fields += [_field(run.scores.get(name), _form(name)) for name in scores]
         counts = [_field(len(run.spikes), "d"), _field(run.num_rms_spikes, "d")]
-        fields += [Field("not examined", "none")] * 2 if run.unexamined else counts
+        fields += [NOT_EXAMINED] * 2 if run.unexamined else counts
         unset = "-" if pd.isna(run.summary.get("precision.label")) else "null"  # damaged config
         fields += [_field(run.summary.get(key), unset=unset) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]

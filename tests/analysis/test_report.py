@@ -4,8 +4,6 @@ import base64
 import json
 import re
 import shutil
-import time
-from contextlib import closing
 from html.parser import HTMLParser
 
 import numpy as np
@@ -16,16 +14,13 @@ from matplotlib.colors import to_rgb
 
 from analysis import load_runs, style
 from analysis.measures import named_heads
-from analysis.report import __main__ as report_main
 from analysis.report import page as report_page
 from analysis.report.collect import speed_of, thin
 from analysis.report.page import compare_settings, make_page, named
 from analysis.report.plots import looks
-from lowprec import waiting
 from lowprec.config.schema import PrecisionChangeConfig
 from lowprec.diagnostics import watch
 from lowprec.diagnostics.spikes import Protocol
-from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 from tests.analysis.conftest import spiking as planted
 from tests.analysis.conftest import write_rows
 
@@ -144,7 +139,7 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
     sentence = "2 of 2 runs were not examined: 40 to 60 steps are recorded, and a spike needs"
     assert sentence in page.section("Loss spikes")
     assert "mean over the last tenth of the steps, at most 40" in page.section("Results, and")
-    assert page.section("Results, and").count("not examined") == 4
+    assert page.section("Results, and").count("not examined") == 5  # runs, setting
 
 
 def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):
@@ -170,6 +165,16 @@ def test_seeds_are_folded_into_means_and_accuracies_are_percentages(make_run, pa
     assert "60.0% \u00b1 14.1%" in text and " 25.0% " in text and " 70.0% " in text
 
 
+def test_settings_average_loss_spikes_over_the_seeds_that_are_long_enough(make_run, page_of):
+    for seed in (0, 1):
+        make_run(num_steps=60, seed=seed, beta2=0.9)
+        make_run(**spiking(), seed=seed)
+    make_run(**spiking(), seed=2, steps=60, state="failed")
+    text = page_of().section("Results, and").partition("Mean \u00b1")[0]
+    assert "2 0.6089 \u00b1 0.0089 50.0% \u00b1 0.0% not examined bf16" in text
+    assert text.endswith(" 50.0% \u00b1 0.0% 1.0 \u00b1 0.0 (2 of 3 seeds) ")
+
+
 def test_the_lowest_final_loss_comes_first_if_runs_compare(make_run, page_of):
     for seed, loss in ((0, 3.0), (1, 2.0), (2, np.nan), (3, 1.0)):
         make_run(num_steps=60, seed=seed, losses=np.full(60, loss))
@@ -179,56 +184,6 @@ def test_the_lowest_final_loss_comes_first_if_runs_compare(make_run, page_of):
         text = page_of().section("Results, and")
         places = [text.index(f"seed {seed}") for seed in order]
         assert places == sorted(places)
-
-
-def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path):
-    run, out = make_run(num_steps=60), tmp_path / "report.html"
-    plan = Plan.open(run.parent.parent / "sweeps" / f"{run.parent.name}_mini")
-    places = (f"{run.parent.name}/{run.name}", f"{run.parent.name}/later", "another/run")
-    plan.add([PlannedRun(0, place, place, [], {"num_steps": 60}) for place in places])
-    assert report_main.main(["--runs", str(run.parent), "--out", str(out)]) == 0
-    assert "2 runs: 1 finished, 1 not begun" in out.read_text()
-    assert "Not begun: later." in out.read_text()
-
-
-@pytest.mark.parametrize("last", ["finished", "failed"])
-def test_a_watched_page_is_reloaded_until_its_runs_end(
-    make_run, tmp_path, monkeypatch, capsys, last
-):
-    run, pages, wait = make_run(num_steps=60), [], time.sleep
-    monkeypatch.setattr(waiting, "SILENT_S", 0.01)
-    status = run / "status.json"
-    status.write_text(status.read_text().replace("finished", "running"))
-
-    def sleep(seconds):
-        assert not pages
-        pages.append(out.read_text())
-        capsys.readouterr()
-        wait(0.05)
-        assert capsys.readouterr().err == ""  # says nothing while it waits
-        status.write_text(status.read_text().replace("running", last))
-
-    monkeypatch.setattr(report_main.time, "sleep", sleep)
-    out = tmp_path / "report.html"
-    with closing(waiting.Waiting("reading runs")):
-        assert report_main.main(["--runs", str(run), "--out", str(out), "--watch", "5"]) == 0
-    tag = '<meta http-equiv="refresh" content="5">'
-    assert [tag in page for page in [*pages, out.read_text()]] == [True, False]
-
-
-@pytest.mark.parametrize("mark", MARKS)
-def test_a_watched_page_does_not_wait_for_runs_that_do_not_go_on(
-    make_run, tmp_path, monkeypatch, mark
-):
-    monkeypatch.setattr(report_main.time, "sleep", None)
-    run = make_run(num_steps=60, steps=40, state="preempted")
-    plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)
-    for index, name in enumerate((run.name, "never")):
-        plan.add([PlannedRun(0, name, f"{run.parent.name}/{name}", [], {"num_steps": 60})])
-        plan.mark(index, mark).touch()
-    out = tmp_path / "report.html"
-    assert report_main.main(["--runs", str(run.parent), "--out", str(out), "--watch", "5"]) == 0
-    assert "1 run: 1 preempted" in out.read_text()
 
 
 def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
