@@ -19,6 +19,7 @@ Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
 TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
+COUNTS = ("num_spikes", "num_large")  # of the loss spikes of a run, and of those over LARGE nats
 
 
 def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -131,6 +132,10 @@ class Axis:
         """The label."""
         return self.label if isinstance(self.label, str) else self.label(frame)
 
+    def quantity(self, frame: pd.DataFrame) -> str:
+        """The label without its unit."""
+        return self.name(frame).partition(" (")[0]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hue:
@@ -164,27 +169,29 @@ class Hue:
 
 @dataclass(eq=False, kw_only=True)
 class Lines(Figure):
-    """A line for each run, by step, and a thick one for the median of runs that share a label.
+    """A line for each run, by step.
 
     Attributes:
         y: a recorded quantity (see `measures.recorded`).
         hue: what the colors tell.
         facet: config key with a panel for each value; `label`: a panel for each label; "": one.
         split: divides a panel again, such as by family.
-        smooth: whether the median is a centered box average (`style.smooth`).
-        band: config key, besides the seed, in which runs of one label may differ; a band from the
-            smallest to the largest takes the place of their lines.
+        smooth: whether lines are centered box averages (`style.smooth`).
+        spikes: whether titles count loss spikes, and each run of a label has a shade.
+        band: config key, besides the seed, in which runs of one label may differ; their median, in
+            a band from the smallest to the largest, takes the place of their lines.
     """
 
-    y: Axis = Axis(column="loss", label="training loss")
+    y: Axis = Axis(column="loss", label="training loss (nats)")
     hue: Hue = Hue()
     facet: str = "model.name"
     split: Facet = in_one_panel
     smooth: bool = False
+    spikes: bool = False
     band: str = ""
 
     def query(self, runs: Runs) -> pd.DataFrame:
-        """One row per recorded step of each run, with the median over runs that share a label.
+        """One row per recorded step of each run, with the median of a band.
 
         A step without a row has no loss, so that its line has a gap.
         """
@@ -200,12 +207,20 @@ class Lines(Figure):
         order = [self.hue.order(head) for _, head in heads.iterrows()]
         heads = heads.assign(rank=ranks, order=order).sort_values(["rank", "order"], kind="stable")
         keys = (measures.RENAMED.get(key, key) for key in keys)
-        columns = tuple(dict.fromkeys([*measures.OF_A_RUN, *keys, "step", y]))
-        frame = measures.by_run(runs, heads, columns, lambda run, _: measures.recorded(run, y))
+        columns = dict.fromkeys([*measures.OF_A_RUN, *keys, "step", y, *COUNTS * self.spikes])
+        frame = measures.by_run(runs, heads, tuple(columns), self._of_run)
+        if not self.band:
+            return frame
         by = [*dict.fromkeys(filter(None, ["model", self.column, "label"])), "step"]
-        return frame.assign(
-            **{f"{y}_median": frame.groupby(by, dropna=False)[y].transform("median")}
-        )
+        return frame.assign(median=frame.groupby(by, dropna=False)[y].transform("median"))
+
+    def _of_run(self, run: Runs, head: dict) -> pd.DataFrame:
+        table = measures.recorded(run, self.y.column)
+        if self.spikes:
+            heights = spike_marks.spikes_of_run(run, head)["height"]
+            counts = len(heights), int((heights > spike_marks.LARGE).sum())
+            table = table.assign(**dict(zip(COUNTS, counts, strict=True)))
+        return table
 
     @property
     def column(self) -> str:
@@ -216,10 +231,18 @@ class Lines(Figure):
         """The title and the rows of each panel, in order."""
         facets = frame[self.column] if self.facet else pd.Series("", frame.index)
         return [
-            (", ".join(filter(None, [naming.setting(self.facet, value), title])), panel)
+            (self._title(value, title, panel), panel)
             for value, part in frame.groupby(facets, sort=False, dropna=False)
             for title, panel in self.split(part)
         ]
+
+    def _title(self, value: Any, title: str, panel: pd.DataFrame) -> str:
+        title = ", ".join(filter(None, [naming.setting(self.facet, value), title]))
+        if self.spikes:
+            num, large = panel.drop_duplicates("run")[list(COUNTS)].sum()
+            count = comparison.counted(num, "loss spike")
+            title += f"\n{count}, {large} over {spike_marks.LARGE:g} nat"
+        return title
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """The panels, on one scale, above one legend."""
@@ -256,35 +279,30 @@ class Lines(Figure):
         panels.step_axis(ax)
 
     def _draw_label(self, runs: pd.DataFrame, ax: Axes, label: str) -> None:
-        """Draws the runs that share a label."""
-        y, is_alone = self.y.column, runs["run"].nunique() == 1
-        color, dashes = self.hue.look(runs.iloc[0])
-        thin = {"lw": 0.8, "linestyle": dashes} if is_alone else {"lw": 0.4, "alpha": 0.5}
+        """Draws the runs that share a label, which names the one that ends in their middle."""
+        y, (color, dashes) = self.y.column, self.hue.look(runs.iloc[0])
+        look = {"color": color, "ls": dashes}
         if self.band:
             ends = runs.groupby("step")[y].agg(["min", "max"])
             ax.fill_between(ends.index, ends["min"], ends["max"], color=color, alpha=0.2, lw=0)
-        for _, run in runs.groupby("run", sort=False) if not self.band else ():
-            name = label if is_alone else None
-            ax.plot(
-                run["step"], run[y], color=color, zorder=1.5, rasterized=True, label=name, **thin
-            )
-        if self.band or not is_alone:
             median = runs.drop_duplicates("step").sort_values("step")
-            look = {"color": color, "ls": dashes, "lw": 1.1, "label": label}
-            values = median[f"{y}_median"]
-            if self.smooth:
-                values = style.smooth(values)
-            ax.plot(median["step"], values, **look)
+            ax.plot(median["step"], median["median"], lw=1.1, label=label, **look)
+            return
+        last = runs.groupby("run", sort=False)[y].last().sort_values()
+        middle = last.index[(len(last) - 1) // 2]
+        for i, (name, run) in enumerate(runs.groupby("run", sort=False)):
+            values = style.smooth(run[y]) if self.smooth else run[y]
+            look["color"] = style.paler(color, 0.7 * i) if self.spikes else color
+            look["label"] = label if name == middle else None
+            ax.plot(run["step"], values, lw=1 if self.smooth else 0.6, rasterized=True, **look)
 
     def words(self, frame: pd.DataFrame) -> str:
         """The y axis."""
-        return self.y.name(frame)
+        return self.y.quantity(frame)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what lines and the loss axis are."""
-        text = (
-            super().caption(frame) + " Thin: runs; thick: the median of those that differ in seed"
-        )
+        text = super().caption(frame) + " Lines: runs"
         text += f", averaged over up to {style.SMOOTHING} steps." if self.smooth else "."
         if self._has_one_color(frame):
             text += f" All runs: {frame['label'].iloc[0]}."

@@ -25,7 +25,7 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "mxfp8": ("MXFP8", "#4A6FD0"),
     "mxfp4": ("MXFP4", "#9DB4F0"),
     "nvfp4": ("NVFP4", "#B07CC6"),
-    "nvfp4_rht_sr": ("NVFP4, RHT, SR", "#7A3E96"),
+    "nvfp4_rht_sr": ("NVFP4, rotation, stochastic rounding", "#7A3E96"),
     "nvfp4_then_bf16": ("NVFP4, then bf16", "#2A1AE6"),
     "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
     "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
@@ -75,9 +75,9 @@ TENSORS = {  # parts of a tensor's name: in words
 }
 MODELS = {  # model.name: in print, small to large
     "nano": "nano",
-    "mini_b": "mini B",
-    "mini_l": "mini L",
-    "mini_h": "mini H",
+    "mini_b": "mini_b",
+    "mini_l": "mini_l",
+    "mini_h": "mini_h",
     "vit_b14": "ViT-B/14",
     "vit_b32": "ViT-B/32",
     "vit_l14": "ViT-L/14",
@@ -160,12 +160,12 @@ def number(value: float) -> str:
 
 
 def setting(key: str, value: object) -> str:
-    """`ViT-B/32`, `SwitchBack int8`, `batch size 4,096`, `lr 2e-3`: a value of a config key."""
+    """A value of a config key: `ViT-B/32`, `SwitchBack int8`, `learning rate 2e-3`."""
     printed = {"model.name": model, "precision.label": precision, "label": str, "": str}
     if key in printed:
         return printed[key](value)
     if key == "optimizer.lr" and isinstance(value, float):
-        return f"lr {number(value)}"
+        return f"learning rate {number(value)}"
     tables = {"optimizer.name": OPTIMIZERS, "intervention.name": INTERVENTIONS}
     if value in tables.get(key, {}):
         return tables[key][value][0]

@@ -63,7 +63,7 @@ def draw_chance(ax: Axes, batch_sizes: pd.Series) -> None:
                   linestyles="dotted", zorder=1)  # fmt: skip
         is_at_top = 0.95 < (np.log(size) - ylim[0]) / (ylim[1] - ylim[0]) <= 1
         ax.annotate(f"chance, ln {size:,}", (0.99, np.log(size)), (0, -7 if is_at_top else 1.5),
-                    fontsize=5.5,
+                    fontsize=6.5,
                     xycoords=ax.get_yaxis_transform(), textcoords="offset points", ha="right",
                     color=style.OTHER, annotation_clip=True)  # fmt: skip
     ax.set_ylim(ylim)
@@ -322,10 +322,10 @@ def value_axis(ax: Axes, log: bool | None) -> None:
 
 
 def loss_axis(ax: Axes, frame: pd.DataFrame) -> None:
-    """A y axis from the smallest loss up to `cap`."""
+    """A y axis up to `cap`, from 0, or from the smallest loss if that is in its upper half."""
     finite = frame.loc[np.isfinite(frame["loss"]), "loss"]
-    top, bottom = cap(frame), finite.min() if len(finite) else 0.0
-    ax.set_ylim(bottom - 0.03 * (top - bottom), top)
+    top, lowest = cap(frame), finite.min() if len(finite) else 0.0
+    ax.set_ylim(max(0, lowest - 0.03 * (top - lowest)) if lowest > top / 2 else 0, top)
     ax.locator_params(axis="y", nbins=6)
 
 

@@ -8,10 +8,10 @@
     band=KEY    over steps, a band over the runs that differ in the seed and that key alone
     KEY=VALUE   only the runs with that value
 
-Without hue, a color is for a method. Names state the other settings in which runs differ. Over
-steps, each run is a thin line, and several runs of one name share a thick median line. Nothing is
-smoothed. Losses of CLIP are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and
-OUT.csv, which contains the plotted values.
+Without hue, a color is for a method. Names state the other settings in which runs differ. A band
+goes from the smallest to the largest value around the median. Nothing is smoothed. Losses of CLIP
+are compared with chance, ln(batch size). Writes OUT.png, OUT.pdf and OUT.csv, which contains the
+plotted values.
 """
 
 import argparse

@@ -115,8 +115,7 @@ class Points(Figure):
 
     def words(self, frame: pd.DataFrame) -> str:
         """The y axes."""
-        labels = [y.name(frame).removesuffix(" (%)") for _, y in self._pairs(frame)]
-        return naming.join(dict.fromkeys(labels))
+        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame)))
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""

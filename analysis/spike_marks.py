@@ -308,6 +308,11 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     return pd.DataFrame(columns)
 
 
+def spikes_of_run(run: Runs, head: dict) -> pd.DataFrame:
+    """`spike_table` of a run, by the protocol of its config."""
+    return spike_table(read_series(run, TENSOR), protocol_of_run(head))
+
+
 def signed_leads(series: Series, protocol: Protocol, side: str = "step") -> pd.DataFrame:
     """One row per loss spike: `lead`, in steps from an RMS spike of TENSOR, and `is_large`.
 

@@ -87,6 +87,11 @@ def look(head: pd.Series) -> tuple[tuple[float, float, float], str | tuple]:
     return color_of_method, line_style(head["optimizer"])
 
 
+def look_of_precision(head: pd.Series) -> tuple[tuple[float, float, float], str]:
+    """The color of a run's precision, gray for bf16, and a solid line."""
+    return color(head["precision"], "", head["variant"]), "-"
+
+
 def log_axis(ax: Axes) -> None:
     """A logarithmic axis: 0.2, 0.5, 1, 2, 5, or more of them, or only powers of ten."""
     ax.set_yscale("log")

@@ -1,5 +1,7 @@
 """Figures of the training loss by step: a line for each run, in a panel for each setting."""
 
+from dataclasses import replace
+
 import pandas as pd
 
 from analysis import naming, style
@@ -7,7 +9,7 @@ from analysis.figures.scores import in_16_bits_beside
 from analysis.grammar import Hue, Lines
 
 PLAIN, CLIPPING = "no change", "gradient clipping"
-TENSORWISE = {"custom": "e2m1 (FP4) tensor-wise"}  # of `fp8_fixes_mini`
+TENSORWISE = {"custom": "FP4 (e2m1)"}  # of `fp8_fixes_mini`
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
 SWEEPS = {  # of spikes: the config key, the figure that it follows
     "size": ("model.name", "figure 6"),
@@ -46,7 +48,8 @@ def schedule(head: pd.Series) -> str:
     decay = head["beta2_decay"]
     if pd.isna(decay):
         return f"beta2 = {head['beta2']:g}"
-    return f"1 - t^-{decay:g} (to {1 - head['num_steps'] ** -decay:.3f})"
+    at_end = 1 - head["num_steps"] ** -decay
+    return f"beta2 = $1 - t^{{-{decay:g}}}$, {at_end:.3f} at the end"
 
 
 def change(head: pd.Series) -> str:
@@ -59,19 +62,22 @@ def change(head: pd.Series) -> str:
 
 
 def look_of_change(head: pd.Series) -> tuple:
-    """The color of the intervention or of clipping, or else of the method."""
-    color, dashes = style.look(head)
-    if head["intervention"] in naming.INTERVENTIONS and head["intervention"] != "none":
-        color = style.paler(naming.INTERVENTIONS[head["intervention"]][1], head["variant"])
-    elif head["label"].startswith(CLIPPING):
-        color = style.paler(naming.OPTIMIZERS["adamw_clip"][2], head["variant"])
-    return color, dashes
+    """The color of the intervention, of clipping, or of one scale per tensor; bf16 is gray."""
+    color = naming.INTERVENTIONS.get(head["intervention"], ("", style.OTHER))[1]
+    if head["label"].startswith(CLIPPING):
+        color = naming.OPTIMIZERS["adamw_clip"][2]
+    elif head["label"].startswith(PLAIN):
+        color = naming.PRECISIONS["fp8_tensorwise"][1]
+    elif head["intervention"] == "none":
+        return style.look_of_precision(head)
+    return style.paler(color, head["variant"]), "-"
 
 
 def by_narrow_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """One panel, whose title is the precision of the runs with changes."""
+    """One panel, whose title has the precision of the runs with changes."""
     names = [label for label in frame["precision"].unique() if label != "bf16"]
-    return [(naming.join(TENSORWISE.get(n, naming.precision(n)) for n in names), frame)]
+    names = naming.join(TENSORWISE.get(name, naming.precision(name)) for name in names)
+    return [(f"all but bf16 in {names}", frame)]
 
 
 def families_and_optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -109,6 +115,7 @@ CHANGE = Hue(
 FIGURES = {
     "loss_curves": Lines(
         studies=("loss_curves", "accuracy_vs_size"),
+        hue=Hue(look=style.look_of_precision),
         split=families_and_optimizers,
         smooth=True,
         text="After figure 2, arXiv:2304.13013.",
@@ -129,16 +136,18 @@ FIGURES = {
         studies=("beta2_schedule",),
         hue=SCHEDULE,
         facet="label",
+        spikes=True,
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
-        "t, in parentheses its value at the last step.",
+        "t.",
     ),
     **{
         f"spikes_vs_{name}": Lines(
             studies=(f"spikes_vs_{name}", "stability"),
             same_but=(key,),
             where=without_near_rates,
-            hue=BETA2,
+            hue=replace(BETA2, look=style.look_of_precision) if name == "precision" else BETA2,
             facet=key,
+            spikes=True,
             text=f"After {after}, arXiv:2304.13013.",
         )
         for name, (key, after) in SWEEPS.items()

@@ -30,14 +30,13 @@ def heights(runs: Runs) -> pd.DataFrame:
     heads = measures.with_scores(runs, heads)
 
     def parts(run: Runs, head: dict) -> pd.DataFrame:
-        series = spike_marks.read_series(run, spike_marks.TENSOR)
-        protocol = spike_marks.protocol_of_run(head)
-        spikes = spike_marks.spike_table(series, protocol)[["step", "height"]]
+        spikes = spike_marks.spikes_of_run(run, head)[["step", "height"]]
         end = pd.DataFrame({"step": [head["reached"]], "recall": [head["recall"]]})
         table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
         gap = RESETS.get(head["optimizer"], np.inf)
         after_reset = head["reached"] >= gap and head["reached"] % gap <= 1
-        return table.assign(after_reset=after_reset, **asdict(protocol))
+        protocol = asdict(spike_marks.protocol_of_run(head))
+        return table.assign(after_reset=after_reset, **protocol)
 
     columns = ("part", *measures.OF_A_RUN, "step", "height", "recall", "after_reset")
     frame = measures.by_run(runs, heads, (*columns, *spike_marks.THRESHOLDS), parts)
@@ -145,8 +144,7 @@ def highest(runs: Runs) -> pd.DataFrame:
 
     def of_run(run: Runs, head: dict) -> pd.DataFrame:
         protocol = spike_marks.protocol_of_run(head)
-        series = spike_marks.read_series(run, spike_marks.TENSOR)
-        heights = spike_marks.spike_table(series, protocol)["height"]
+        heights = spike_marks.spikes_of_run(run, head)["height"]
         return pd.DataFrame([{"highest": max(heights, default=0.0), **asdict(protocol)}])
 
     columns = (*measures.OF_A_RUN, "highest", *spike_marks.THRESHOLDS)
@@ -173,8 +171,7 @@ def around_highest(runs: Runs) -> pd.DataFrame:
 
 
 def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
-    series = spike_marks.read_series(run, spike_marks.TENSOR)
-    spikes = spike_marks.spike_table(series, spike_marks.protocol_of_run(head))
+    spikes = spike_marks.spikes_of_run(run, head)
     if spikes.empty:
         return pd.DataFrame()
     spike = int(spikes.loc[spikes["height"].idxmax(), "step"])

@@ -152,7 +152,7 @@ def test_a_diverged_run_counts_as_an_accuracy_of_0(accuracies):
     compared = arms("recipe", "high", "fp8_tensorwise")
     root = accuracies(compared, [BF16, [None, None]], **BY_SIZE, model="mini_l")
     finding = one(root, "C3", "loses accuracy")
-    assert finding.verdict == HELD and "mini L +57.55" in finding.ours
+    assert finding.verdict == HELD and "mini_l +57.55" in finding.ours
 
 
 def test_only_runs_of_equal_settings_are_compared(accuracies):

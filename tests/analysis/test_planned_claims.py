@@ -50,12 +50,12 @@ def test_equality_is_judged_by_the_twenty_seeds_once_all_are_in(equality):
     equality("high", [70.0] * 20)
     root = equality("switchback", around(69.9)[:-1])
     finding = one(root, "C1", EQUAL)
-    assert finding.verdict == FAILED and "mini L -2.95" in finding.ours
+    assert finding.verdict == FAILED and "mini_l -2.95" in finding.ours
     equality("switchback", [69.9], SEEDS[-1:], state="running")
     assert one(root, "C1", EQUAL) == finding
     equality("switchback", [69.9], SEEDS[-1:])
     finding = one(root, "C1", EQUAL)
-    assert finding.verdict == HELD and finding.ours.startswith("mini L -0.10 ")
+    assert finding.verdict == HELD and finding.ours.startswith("mini_l -0.10 ")
     assert finding.ours.count("20 seeds") == 3
     assert one(root, "C3", "SwitchBack fp8 matches").verdict == NO_RUNS
 
@@ -78,7 +78,7 @@ def test_an_int8_gradient_in_blocks_is_compared_with_bf16_of_the_same_seeds(equa
     assert one(root, "C6", IN_32).verdict == NO_RUNS
     equality("high", [10.0], SEEDS[-1:])
     finding = one(root, "C6", IN_32)
-    assert finding.verdict == HELD and finding.ours.startswith("mini L +1.00 [+0.80, +1.20], 5 se")
+    assert finding.verdict == HELD and finding.ours.startswith("mini_l +1.00 [+0.80, +1.20], 5 se")
     assert finding.ours.endswith("at the end: 1.50 times bf16's (1.50 to 1.50)")
 
 

@@ -115,7 +115,7 @@ def test_the_rows_of_the_appendix_are_those_of_the_claims():
     assert [row for row in ours if row not in own] == [row for row in judged if row[2] != "no runs"]
 
 
-INTERVAL = r"mini L ([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\]"
+INTERVAL = r"mini_l ([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\]"
 
 
 def test_the_messages_have_the_numbers_of_the_claims(scores):
