@@ -8,11 +8,19 @@ import pandas as pd
 from analysis import comparison, measures, spike_marks
 from analysis.evidence import Sample
 from analysis.load import NoRunsError, Runs
+from analysis.run_files import DEFAULTS
 from lowprec.nearest import nearest
 from lowprec.runs.read import ENDED
 
 SCORES = ("recall", "accuracy")  # the first that was evaluated counts
 NAMED = ("model.name", "precision.label", "optimizer.name")  # whose values need no key beside them
+TITLES = {  # of values, in print
+    "final loss": "final loss (nats)",
+    "recall": "R@1 (%)",
+    "accuracy": "top-1 (%)",
+    "spikes": "loss spikes",
+    "highest": "highest spike (nats)",
+}
 
 
 class Comparison(NamedTuple):
@@ -25,7 +33,8 @@ class Comparison(NamedTuple):
     else `accuracy`, zero-shot top-1 in % (0 if it diverged); `spikes` and `highest`, the number of
     loss spikes and the height of the highest (NaN in runs that are too short). `means` [settings,
     values] and `differences` from `baseline` are `Sample`s over seeds; runs are paired by seed
-    where all keys but `varied` are equal.
+    where all keys but `varied` are equal. `unpaired` are the settings without such a pair. Printed,
+    a comparison is both tables with units, and these settings.
     """
 
     keys: list[str]
@@ -34,14 +43,27 @@ class Comparison(NamedTuple):
     varied: str
     baseline: str
     differences: pd.DataFrame
+    unpaired: list[str]
+
+    def __str__(self) -> str:
+        parts = ["Means over seeds, with 95% intervals:", self.means.rename(columns=TITLES)]
+        if len(self.differences):
+            titles = {what: title.replace("(%)", "(points)") for what, title in TITLES.items()}
+            parts += [f"\nMinus {self.varied} = {self.baseline}, by seed, with 95% intervals:"]
+            parts += [self.differences.rename(columns=titles)]
+        if self.unpaired:
+            why = f"no run with the same seed differs in {self.varied} alone"
+            parts += [f"\nUnpaired, because {why}: {'; '.join(self.unpaired)}"]
+        return "\n".join(part if isinstance(part, str) else part.to_string() for part in parts)
 
 
 def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     """Compares runs by the setting `varied`, by default the first of `keys` besides `model.name`.
 
-    Differences are from `baseline`, a value of `varied`, by default the first run's. Raises
-    NoRunsError if no run has ended, and ValueError for another setting or value than theirs.
-    `precision` stands for `precision.label`, and so on.
+    Differences are from `baseline`, a value of `varied`. Its default is the config's default value,
+    such as bf16 or adamw, or the first in `means` if no run has that. Raises NoRunsError if no run
+    has ended, and ValueError for another setting or value than theirs. `precision` stands for
+    `precision.label`, and so on.
     """
     table = runs.runs.set_index("run").loc[measures.named_heads(runs)["run"]].reset_index()
     names = dict.fromkeys([*NAMED, *comparison.columns(table)])
@@ -61,7 +83,9 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     if name and not (varied := comparison.column_of(name, keys)):
         differ = f"the runs differ in {', '.join(keys)}; seeds are averaged"
         raise ValueError(f"varied={name}: {differ}{comparison.nearest_key(name, keys)}")
-    baseline, known = baseline or ended[varied].iloc[0], list(ended[varied].unique())
+    known = list(ended[varied].unique())
+    default = comparison.written(({"precision.label": "bf16"} | DEFAULTS).get(varied))
+    baseline = baseline or (default if default in known else known[0])
     if baseline not in known:
         one_of = f"one of {', '.join(known)}{nearest(baseline, known)}"
         raise ValueError(f"baseline={baseline}: {one_of}")
@@ -79,7 +103,9 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
         .unstack("what")
         for part, sign in ((finals, ""), (pairs, "+"))
     )
-    return Comparison(keys, ended, means, varied, baseline, differences)
+    paired = {*pairs["setting"], *pairs["setting_before"]}
+    unpaired = [setting for setting in means.index if setting not in paired and len(known) > 1]
+    return Comparison(keys, ended, means, varied, baseline, differences, unpaired)
 
 
 def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

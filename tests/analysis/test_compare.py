@@ -39,12 +39,25 @@ def test_differences_are_between_runs_of_one_seed_and_equal_other_settings(runs)
     assert str(means["final loss"]) == "inf [nan, nan], 3 seeds"  # of which one diverged
     assert means["recall"].mean == pytest.approx(20.0)  # 30% twice, 0 for the diverged run
     assert pd.isna(found.runs["spikes"]).all()  # too short for any
+    assert found.unpaired == ["stable_adamw, beta2=0.9"]
+    text = "Unpaired, because no run with the same seed differs in optimizer.beta2 alone: "
+    assert str(found).endswith(f"\n{text}stable_adamw, beta2=0.9")
+
+
+def test_differences_are_from_the_default_value_and_printed_with_it_and_their_units(runs):
+    found = compare(runs)
+    assert (found.varied, found.baseline) == ("optimizer.name", "adamw")
+    assert found.means.index[0] == "stable_adamw, beta2=0.9"  # in the order of figures
+    means, differences = str(found).split("\nMinus optimizer.name = adamw, by seed")
+    assert "final loss (nats)" in means and "R@1 (%)" in means
+    assert "R@1 (points)" in differences and "%" not in differences.partition("\n")[2]
+    assert compare(runs, "optimizer.beta2").baseline == "0.9"  # no run has 0.98
 
 
 def test_runs_of_one_setting_have_a_mean_and_no_difference(runs):
     found = compare(runs.where(runs.summaries["optimizer.name"] == "stable_adamw"))
     assert found.keys == ["model.name"] and len(found.means) == 1
-    assert found.differences.empty
+    assert found.differences.empty and not found.unpaired
     assert str(found.means["recall"].iloc[0]).startswith("20.00 [")
 
 
