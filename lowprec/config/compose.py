@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config.check import ConfigError, check, retired_faults
+from lowprec.config.combinations import open_clip_models
 from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest
 
@@ -325,7 +326,9 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
         unknown = [choice for choice in _values(override) if choice not in files]
         allowed = f"{'conf/' * issubclass(schema, Config)}{key} has {', '.join(files)}"
         for choice in unknown:
-            faults.append(f"{key}={choice}: no such choice{nearest(choice, files)} ({allowed})")
+            near = _of_open_clip(choice, files) if key == "model" else ""
+            near = near or nearest(choice, files)
+            faults.append(f"{key}={choice}: no such choice{near} ({allowed})")
         return not unknown
     for name in MAPS:
         if key.startswith(f"{name}."):
@@ -337,6 +340,18 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
             f"model.name={presets[0]} names a size without setting it; use model={presets[0]}"
         )
     return True
+
+
+def _of_open_clip(choice: str, presets: list[str]) -> str:
+    """`; nearest: x` for an open_clip model's name, however it is written, or ""."""
+
+    def plain(name: str) -> str:
+        return "".join(filter(str.isalnum, name)).lower()
+
+    models = [name for name in open_clip_models() if plain(name) == plain(choice)]
+    near = [f"model={name}" for name in presets if plain(name) == plain(choice)]
+    near += [f"model=open_clip model.name={name}" for name in models]
+    return f"; nearest: {' or '.join(near)}" if models else ""
 
 
 def _groups(schema: type) -> set[str]:

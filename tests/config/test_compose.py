@@ -29,6 +29,10 @@ BAD = {  # command: parts of its message
     "sede=1": ("sede: no such key", "the root has", "nearest: seed"),
     # choices
     "model=nanoo": ("model=nanoo: no such choice; nearest: nano (conf/model has", "vit_h14"),
+    "model=ViT-B-32": (
+        "no such choice; nearest: model=vit_b32 or model=open_clip model.name=ViT-B-32 (",
+    ),
+    "model=rn50_X4": ("no such choice; nearest: model=open_clip model.name=RN50x4 (",),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "model=open_clip": ("model.name=null", "open_clip"),
