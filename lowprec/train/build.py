@@ -35,8 +35,11 @@ from lowprec.data.sources import names_file, read_lines
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
+from lowprec.formats import parse_format
 from lowprec.nn.blocks import checkpoint_blocks, compile_blocks
 from lowprec.nn.coverage import Layers
+from lowprec.nn.recipe import RECIPES, custom_recipe
+from lowprec.ops import takes
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.loss_scaling import build_scaler
 from lowprec.optim.muon import MuonAdamW
@@ -182,6 +185,22 @@ def is_slow(config: Config, device: torch.device) -> bool:
         return False
     is_x86 = torch.backends.cpu.get_cpu_capability() in ("NO AVX", "AVX2", "AVX512")
     return is_x86 and not torch.cpu._is_avx512_bf16_supported()  # CPUs with AMX have these too
+
+
+def emulated(precision: PrecisionConfig, device: torch.device) -> str:
+    """Says that a device emulates products below 16 bits, or ""."""
+    recipe = RECIPES.get(precision.recipe) or custom_recipe(precision.products)
+    if any(recipe.products) and not recipe.is_native:
+        return f"{recipe.name} is fake-quantized: its speed says nothing about 8 bits"
+    formats = sorted(recipe.native_formats)
+    missing = [f for f in formats if takes("auto", parse_format(f), device) == "reference"]
+    if not missing:
+        return ""
+    least = ".".join(map(str, max(parse_format(f).capability for f in missing)))
+    what = f"emulates the {' and '.join(missing)} products of {recipe.name}"
+    return (
+        f"this device {what}, correctly but slowly; a GPU needs compute capability {least} for them"
+    )
 
 
 def build(config: Config, data: Data | None, world: Ranks = ONE_PROCESS) -> Built:

@@ -33,7 +33,7 @@ from lowprec.runs.identity import directory, identity
 from lowprec.runs.provenance import changes_since, code_digests
 from lowprec.runs.read import RecordFileError, read_last_row
 from lowprec.runs.record import NullRecord, Record
-from lowprec.train.build import Built, build, is_slow, pick_device
+from lowprec.train.build import Built, build, emulated, is_slow, pick_device
 from lowprec.train.checkpoint import keep_weights
 from lowprec.train.distributed import PeerFailed, Ranks
 from lowprec.train.failures import fail, watched
@@ -155,6 +155,9 @@ def _attempt(
     built = world.together(lambda: build_objects(config, data, world))
     if is_slow(config, built.device):
         print("note: this CPU has no bf16 instructions: precision=fp32 is several times as fast")
+    texts = [emulated(config.precision_at(s), built.device) for s in (1, config.num_steps)]
+    for text in filter(None, dict.fromkeys(texts)):
+        print(f"note: {text}")
     if world.is_first and built.layers.recipe != "high":
         rows = [asdict(layer) for layer in built.layers]
         durable.replace(record.run / "layers.json", json.dumps(rows, indent=1).encode())

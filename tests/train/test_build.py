@@ -9,10 +9,10 @@ import torch
 from lowprec.clip.model import blocks
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.check import ConfigError
-from lowprec.config.schema import TORCH_OPTIMIZERS
+from lowprec.config.schema import TORCH_OPTIMIZERS, PrecisionConfig
 from lowprec.data import loader
 from lowprec.data.open import open_data
-from lowprec.train.build import build, is_slow, parallelize
+from lowprec.train.build import build, emulated, is_slow, parallelize
 from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
 
@@ -35,6 +35,29 @@ def test_bf16_is_slow_on_x86_without_its_unit(make_config, monkeypatch, capabili
     assert is_slow(config, torch.device("cpu")) == (capability != "DEFAULT" and not has_bf16)
     assert not is_slow(config, torch.device("cuda"))
     assert not is_slow(make_config({"precision.autocast": "fp32"}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+@pytest.mark.parametrize("recipe", ["switchback", "hw_fp8_switchback"])
+def test_emulated_products_are_named(monkeypatch, recipe, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    least = {"switchback": (8, 0), "hw_fp8_switchback": (8, 9)}[recipe]
+    precision = PrecisionConfig(recipe=recipe)
+    assert bool(emulated(precision, torch.device("cuda"))) == (capability < least)
+    text = emulated(precision, torch.device("cpu"))
+    formats = {"switchback": "int8", "hw_fp8_switchback": "e4m3 and e5m2"}[recipe]
+    assert f"emulates the {formats} products of {recipe}, correctly but slowly" in text
+    assert text.endswith(f"compute capability {least[0]}.{least[1]} for them")
+    fake = emulated(PrecisionConfig(recipe="fp8_switchback"), torch.device("cuda"))
+    assert fake.startswith("fp8_switchback is fake-quantized")
+    assert not emulated(PrecisionConfig(recipe="autograd_high"), torch.device("cpu"))
+
+
+def test_a_run_says_once_that_its_products_are_emulated(make_config, tmp_path, capsys):
+    recipes = {"precision.recipe": "switchback", "precision_change.step": 2}
+    changes = {"precision_change.recipe": "high", "num_steps": 2, "run_dir": str(tmp_path)}
+    train_run(make_config(recipes | changes))
+    assert capsys.readouterr().out.count("emulates the int8 products of switchback") == 1
 
 
 def test_optimizer_keys(built):
