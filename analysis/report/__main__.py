@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         doing(f"writing the page about {counted(len(runs), 'run')}")
         text = make_page(runs, options.tensor, refresh, planned)
         durable.replace(options.out, text.encode())  # a browser never loads half a page
-        print(f"Wrote {options.out}: {runs!r}, {len(text) / 1e6:.1f} MB")
+        more = f" and {len(planned)} not begun" if planned else ""
+        print(f"Wrote {options.out}: {runs!r}{more}, {len(text) / 1e6:.1f} MB")
         if not refresh:
             return 0
         doing(None)

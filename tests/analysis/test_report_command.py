@@ -10,7 +10,7 @@ from lowprec import waiting
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 
 
-def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path):
+def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_path, capsys):
     run, out = make_run(num_steps=60), tmp_path / "report.html"
     plan = Plan.open(run.parent.parent / "sweeps" / f"{run.parent.name}_mini")
     places = (f"{run.parent.name}/{run.name}", f"{run.parent.name}/later", "another/run")
@@ -18,6 +18,7 @@ def test_planned_runs_that_have_not_begun_are_counted_and_named(make_run, tmp_pa
     assert report_main.main(["--runs", str(run.parent), "--out", str(out)]) == 0
     assert "2 runs: 1 finished, 1 not begun" in out.read_text()
     assert "Not begun: later." in out.read_text()
+    assert "1 run (1 finished) of loss_curves (demo) and 1 not begun, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("last", ["finished", "failed"])
