@@ -54,7 +54,7 @@ class Field(NamedTuple):
     detail: object = ""
 
 
-NOT_EXAMINED = Field("not examined", "none")  # a run too short for spikes
+NOT_EXAMINED = Field("not examined", "none", "unset")  # a run too short for spikes
 
 
 def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Sequence = ()) -> str:

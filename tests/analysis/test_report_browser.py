@@ -101,6 +101,7 @@ def test_no_control_empties_the_curves_after_a_zoom(tmp_path):
 
 MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEach((box) => {
   box.dataset.beyond = box.scrollWidth - box.clientWidth;
+  box.dataset.below = box.scrollHeight - box.clientHeight;
 }), 1500)</script>"""
 
 
@@ -110,3 +111,17 @@ def test_no_table_of_a_study_scrolls_sideways_on_a_small_screen(tmp_path, width)
     page = opened(STUDY, tmp_path / "report.html", MEASURE, width=width)
     beyond = re.findall(r'data-beyond="(-?\d+)"', page)
     assert len(beyond) >= 3 and set(beyond) == {"0"}
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1280, 500])
+def test_only_long_tables_scroll_in_a_box(make_run, tmp_path, width):
+    for seed in range(6):
+        make_run(num_steps=60, seed=seed)
+    page = opened(tmp_path / "runs", tmp_path / "report.html", MEASURE, width=width)
+    below = re.findall(r'data-below="(-?\d+)"', page)
+    assert len(below) >= 2 and set(below) == {"0"}
+    for seed in range(6, 21):
+        make_run(num_steps=60, seed=seed)
+    page = opened(tmp_path / "runs", tmp_path / "report.html", MEASURE, width=width)
+    assert any(int(num) > 0 for num in re.findall(r'data-below="(-?\d+)"', page)) == (width == 500)
