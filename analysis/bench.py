@@ -107,6 +107,8 @@ def with_settings(lines: pd.DataFrame) -> pd.DataFrame:
 def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
     """One row per shape, baseline and case of one file; `value` is the time saved in %.
 
+    `quantized`: how many linear layers have 8 bits, such as `128 of 224`, or NaN.
+
     A shape is the model, whose name is its first word, the batch and the settings. If a file has a
     case twice, the last counts. Raises NoRunsError if no case has a baseline.
     """
@@ -130,8 +132,9 @@ def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
     table = newest(table, ["shape", "baseline"])
     table["value"] = saved_percent(table["ms"], table["base_ms"])
     table = table.rename(columns={"device": "source", "case": "series"})
-    columns = ["file", "source", "model", "shape", "baseline", "series", "ms", "base_ms", "value"]
-    return table[columns].reset_index(drop=True)
+    columns = ["file", "source", "model", "shape", "baseline", "series", "quantized"]
+    columns += ["ms", "base_ms", "value"]
+    return table.reindex(columns=columns).reset_index(drop=True)
 
 
 def quantize_shares(lines: pd.DataFrame) -> pd.DataFrame:

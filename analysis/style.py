@@ -61,11 +61,6 @@ def setting_color(variant: int, last: int) -> tuple[float, float, float]:
     return _of_map("plasma", 0.85 * variant / last)
 
 
-def depth_color(share: float) -> tuple[float, float, float]:
-    """The color of a block by depth, 0 the first and 1 the last."""
-    return _of_map("viridis", 0.9 * share)
-
-
 def paler(shade: str | tuple, variant: int) -> tuple[float, float, float]:
     """A color, paler with each variant."""
     share = 0.75 * (1 - 0.6**variant)

@@ -43,10 +43,10 @@ THRESHOLDS |= {  # of scores that experiments.predictors measures at some steps
 }
 IN_A_ROW = 3  # measurements of a sustained curvature
 NAMES = {
-    "rms": r"$\mathrm{RMS}_t$",
-    "rho": r"rho = $\mathrm{RMS}_t\,\sqrt{1-\beta_2}$",
-    "deviation": "gradient norm: deviation",
-    "cusum": "gradient norm: CUSUM",
+    "rms": "RMS_t",
+    "rho": "RMS_t, share of its largest value",
+    "deviation": "deviation of the gradient norm",
+    "cusum": "summed deviations of the gradient norm",
 }
 COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "#56B4E9"}
 DASHES = {"cusum": (0, (4, 2))}  # its line lies upon others
@@ -214,25 +214,28 @@ def interval(samples: np.ndarray) -> np.ndarray:
 def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
     """Column `column` of `shares_of` by horizon, and the range of the column after it (chance).
 
-    RMS_t has the only band of intervals.
+    RMS_t has the only band of intervals. Precision and recall have one y axis.
     """
-    shares, chance = transferred(frame), []
+    shares, chance, tops = transferred(frame), [], [0.1]
     for score, color in COLORS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
+        tops.append(np.fmax.reduce(lines[0, :, [0, 2]], axis=None))
         look = {"color": color, "lw": 1.2, "ls": DASHES.get(score, "-")}
         if score == "rms":
-            low, high = interval(lines[1:, :, column])
-            interval_of = f"{LEVEL:.0%} interval of {NAMES[score]}"
-            ax.fill_between(HORIZONS, low, high, color=color, alpha=0.15, lw=0, label=interval_of)
+            ends = interval(lines[1:, :, [0, 2]])
+            tops.append(np.fmax.reduce(ends, axis=None))
+            ax.fill_between(HORIZONS, *ends[..., column // 2], color=color, alpha=0.15, lw=0)
         ax.plot(HORIZONS, lines[0, :, column], marker="o", ms=2.5, label=NAMES[score], **look)
         chance.append(lines[0, :, column + 1])
     if shares:
         low, high = np.min(chance, axis=0), np.max(chance, axis=0)
-        ax.fill_between(HORIZONS, low, high, color="0.8", lw=0, label="by chance, all scores")
+        ax.fill_between(HORIZONS, low, high, color="0.8", lw=0)
+        ax.annotate("by chance", (HORIZONS[3], high[3]), (0, 1), textcoords="offset points",
+                    ha="right", fontsize=7, color=style.OTHER)  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
-    ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1))
-    ax.yaxis.set_major_formatter(PercentFormatter(1))
+    ax.set(xlabel="horizon (steps)", title=name, ylim=(0, 1.03 * np.fmax.reduce(tops)))
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 FIGURES = {
@@ -241,8 +244,8 @@ FIGURES = {
         where=spike_marks.of_adamw,
         table=warnings,
         plots=(
-            partial(plot, column=0, name="precision: warnings that a spike follows"),
-            partial(plot, column=2, name="recall: spikes that have a warning"),
+            partial(plot, column=0, name="warnings that a spike follows"),
+            partial(plot, column=2, name="spikes that have a warning"),
         ),
         what="warnings of loss spikes",
         text="A warning begins where a score reaches a threshold: RMS_t or rho of the patch "

@@ -31,7 +31,7 @@ def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
                 marker="o", ms=2.5, label=label)  # fmt: skip
     ax.set(
         xlabel="block of the vision tower",
-        ylabel=r"$\mathrm{E}[|x|]$, mean size of a block's output",
+        ylabel="mean absolute value\nof a block's output",
     )
     style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -125,7 +125,8 @@ def plot_sizes(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
-DEPTHS = ("first block", "block at 1/3", "block at 2/3", "last block")
+DEPTHS = {0: ("first block", "#440154"), 1: ("last block", "#1F9E89")}  # share: (in print, color)
+BETWEEN = ("blocks between", "#A0A0A0")
 BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 
@@ -156,14 +157,13 @@ def by_label(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
-    """The runs of one label: lines by block, named by depth, the first dark."""
+    """The runs of one label: lines by block, the first and the last in color."""
     head = frame.iloc[0]
-    for (run, block), line in frame.groupby(["run", "block"]):
-        depth = block / max(1, head["vision_layers"] - 1)
-        color, label = style.depth_color(depth), DEPTHS[round(depth * (len(DEPTHS) - 1))]
-        ax.plot(line["step"], line["gradient"], color=color, alpha=0.12, lw=0.5, rasterized=True)
-        label = label if run == frame["run"].min() else None
-        ax.plot(line["step"], line["gradient_smoothed"], color=color, label=label)
+    for (_, block), line in frame.groupby(["run", "block"]):
+        label, color = DEPTHS.get(block / max(1, head["vision_layers"] - 1), BETWEEN)
+        look = {"color": color, "zorder": 1.5 if color == BETWEEN[1] else 2}
+        ax.plot(line["step"], line["gradient"], alpha=0.12, lw=0.5, rasterized=True, **look)
+        ax.plot(line["step"], line["gradient_smoothed"], lw=1, label=label, **look)
     lowest, highest = frame["gradient"].quantile([BELOW, 1])
     ax.set(
         yscale="log", xlim=(0, head["num_steps"]), ylabel="gradient norm of an\nMLP's output layer"
@@ -174,6 +174,7 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 PRODUCT, OPERAND = "grad_weight", "g"
+COMPARED = ("llm_int8", "fp8_tensorwise")  # in color
 VISION, TEXT = "vision tower", "text tower"
 
 
@@ -210,22 +211,31 @@ def _noises(run: Runs, head: dict) -> pd.DataFrame:
     return table.rename(columns={"product_sqnr_db": "sqnr_db"}).astype({"sqnr_db": float})
 
 
-def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db") -> None:
-    """One tower: the median over layers by step, and the middle half of them."""
+def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db", fp8: str = "") -> None:
+    """One tower: the median over layers by step, and the middle half of those of COMPARED.
+
+    `fp8` is the name of all fp8 formats; without it, each has its own.
+    """
     recipes = sorted(frame["recipe"].unique(), key=lambda name: naming.rank(name, style.PRECISIONS))
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
-        color = style.color(recipe, "")
-        ax.fill_between(middle.index, low, high, color=color, alpha=0.12, lw=0)
-        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=naming.precision(recipe))
-    ax.set_ylabel("signal to noise of the\nweight gradient (dB)")
+        is_compared = recipe in COMPARED
+        look = {"color": style.color(recipe, "") if is_compared else "#999999"}
+        look["zorder"] = 2 if is_compared else 1.5
+        if is_compared:
+            ax.fill_between(middle.index, low, high, alpha=0.2, lw=0, **look)
+        name = fp8 if fp8 and "fp8" in recipe else naming.precision(recipe)
+        ax.plot(
+            middle.index, middle, "-o", ms=2.5, lw=1.3 if is_compared else 0.8, label=name, **look
+        )
+    ax.set_ylabel("signal to noise of the weight\ngradient (dB), higher is better")
     panels.step_axis(ax)
 
 
 def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
     """One tower: the elements of g that become 0."""
-    plot_noises(frame, ax, "underflowed")
+    plot_noises(frame, ax, "underflowed", fp8="all fp8 formats")
     ax.yaxis.set_major_formatter(PercentFormatter(1))
     ax.set(ylim=(0, None), ylabel="elements of the output\ngradient that become 0")
 
@@ -272,7 +282,7 @@ FIGURES = {
         size=(1, 2.2),
         what="weight gradients of layers",
         text="If each recipe quantizes them: signal to quantization noise, and the share of "
-        "elements of the output gradient g that become 0. Lines: medians of layers; bands: their "
-        "middle half.",
+        "elements of the output gradient g that become 0. Lines: medians of layers; bands, for two "
+        "recipes: their middle half.",
     ),
 }

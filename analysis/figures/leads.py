@@ -130,7 +130,6 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     """A bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
     table = pooled(frame)
-    num_found = (table["q"] < LEVEL).sum()
     table = table.head(NUM_TENSORS).sort_values("num_following", kind="stable")
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]
@@ -142,10 +141,7 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     ax.grid(visible=False, axis="y")
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
     ax.set_xlabel(f"loss spikes that follow an RMS spike of the tensor (of {num})")
-    ax.set_title(
-        f"RMS spikes of {counted(num_found, 'tensor')} precede loss spikes beyond chance; "
-        f"{len(table)} shown"
-    )
+    ax.set_title(f"the {counted(len(table), 'tensor')} that stand out most from chance")
     ax.legend(loc="lower right")
 
 

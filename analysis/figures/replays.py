@@ -75,8 +75,11 @@ def shares(frame: pd.DataFrame) -> pd.DataFrame:
     return gone.groupby(["change", "lead"]).agg(share="mean", num="size")
 
 
-def in_words(change: str) -> str:
-    """A change in print: `beta2 0.9, for 1 step` for `change_steps=1 optimizer.beta2=0.9`."""
+def in_words(change: str, lr: float) -> str:
+    """A change in print: `beta2 0.9, for 1 step` for `change_steps=1 optimizer.beta2=0.9`.
+
+    A learning rate is named by its ratio to `lr`, that of the run.
+    """
     key, _, value = re.sub(SHORT, "", change).partition("=")
     tensors = value.strip("[]").replace(spike_marks.TENSOR, "the patch embedding")
     words = {
@@ -84,10 +87,15 @@ def in_words(change: str) -> str:
         LEFT_OUT: "batches up to the onset left out",
         "skip_batches": "other batches",
         "optimizer": naming.optimizer_name(value),
+        "optimizer.lr": key == "optimizer.lr" and _times(float(value) / lr),
         "clip_tensors": f"updates of {tensors} clipped",
     }.get(key, f"{key.removeprefix('optimizer.')} {value}")
     short = re.match(SHORT, change)
     return words + (f", for {counted(int(short[1]), 'step')}" if short else "")
+
+
+def _times(ratio: float) -> str:
+    return f"{'half' if ratio == 0.5 else f'{ratio:g} times'} the learning rate"
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> None:
@@ -110,7 +118,8 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
         text = f"{value:.0%}" if is_share else f"{value * num:.0f} of {num}"
         color = "white" if value > 0.6 else "black"
         ax.text(column + 0.5, row + 0.5, text, **middle, fontsize=7, color=color)
-    ax.set_yticks(np.arange(len(share)) + 0.5, [in_words(change) for change in share.index])
+    names = [in_words(change, frame["lr"].iloc[0]) for change in share.index]
+    ax.set_yticks(np.arange(len(share)) + 0.5, names)
     ax.set_xticks(np.arange(share.shape[1]) + 0.5, [f"{lead}" for lead in share.columns])
     ax.tick_params(length=0)
     ax.grid(visible=False)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
@@ -14,8 +15,8 @@ PAPERS = "the paper's own percentages"
 
 
 def color(precision: str) -> tuple:
-    """The color of a precision."""
-    return style.color(precision, "stable_adamw")
+    """The color of a precision, gray for bf16."""
+    return style.color(precision, "")
 
 
 def on(frame: pd.DataFrame) -> str:
@@ -67,8 +68,8 @@ def profile(lines: pd.DataFrame) -> pd.DataFrame:
     return with_papers(ours, paper.SAVED)
 
 
-def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
-    """Percentages of SwitchBack's summed operations; fewer tokens are paler."""
+def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, bar: float | None = None) -> None:
+    """Percentages of SwitchBack's summed operations; fewer tokens are paler; a line at `bar`."""
     ours = plot_papers(frame, ax)
     counts = sorted(set(ours["tokens"]), reverse=True)
     draw_lines(ours, ax, "dim", "value", ["series", "tokens"], lambda head: (
@@ -78,9 +79,14 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str) -> None:
     size_axis(ax, frame["dim"], "width of the layer")
     ax.set(ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
     ax.axhline(0, color="black", lw=0.6)
+    if bar:
+        ax.axhline(bar, color="black", lw=0.8, ls=":")
+        ax.annotate(f"our bar: {bar:g}%", (1, bar), (-2, 2), xycoords=ax.get_yaxis_transform(),
+                    textcoords="offset points", ha="right", fontsize=7)  # fmt: skip
     ax.set_title(f"{on(ours)}; gray: {paper.SOURCE}")
 
 
+MISSING = {"s": "not measured", "rotation": 90, "color": style.OTHER, "va": "bottom"}
 BASELINES = {  # in print
     "high": "compared with 16 bits, same code",
     "open_clip": "compared with open_clip",
@@ -94,21 +100,23 @@ def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
-    """Bars over one baseline: a group for each model, from small to large, a bar for each case.
+    """Time saved over one baseline: a group for each model, small to large, a bar for each case.
 
     The paper's range is drawn at ViT-H/14, over the paper's baseline.
     """
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (naming.rank(pair[0], naming.MODELS), pair[1]))
     cases = [case for case in bench.END_TO_END if case in set(frame["series"])]
-    places, width = [shape for _, shape in shapes], 0.8 / len(cases)
+    places, width = [shape for _, shape in shapes], 0.92 / len(cases)
     for place, case in enumerate(cases):
         part = frame[frame["series"] == case]
-        middles = part["shape"].map(places.index) + (place - (len(cases) - 1) / 2) * width
+        middles = np.arange(len(places)) + (place - (len(cases) - 1) / 2) * width
+        values = part.set_index("shape")["value"].reindex(places)
         look = {"color": color("bf16" if case == "high" else case)}
-        label = "16 bits, our code" if case == "high" else naming.precision(case)
-        drawn = ax.bar(middles, part["value"], width * 0.92, label=label, **look)
-        ax.bar_label(drawn, fmt="%.1f", fontsize=5.2, padding=1)
+        ax.bar(middles, values, width * 0.92, label=name_of_case(case, part), **look)
+        for at, value in zip(middles, values, strict=True):
+            text = {"s": f"{value:.1f}"} if value == value else MISSING
+            ax.text(at, max(0, np.nan_to_num(value)) + 0.5, ha="center", fontsize=6.5, **text)
     large = [place for place, (model, _) in enumerate(shapes) if model == "vit_h14"]
     if large and frame["baseline"].iloc[0] == "high":
         low, high = paper.END_TO_END
@@ -119,6 +127,14 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
     ax.axhline(0, color="black", lw=0.6)
     ax.margins(y=0.15)
     ax.set(ylabel=f"time saved (%), {on(frame)}")
+
+
+def name_of_case(case: str, part: pd.DataFrame) -> str:
+    """A case in print, with its number of 8-bit layers if one is known and it has others, too."""
+    name = "16 bits, our code" if case == "high" else naming.precision(case)
+    counts = {*part["quantized"].dropna()}
+    is_partial = len(counts) == 1 and case != "high" and len({*min(counts).split(" of ")}) > 1
+    return f"{name}, {counts.pop()} layers" if is_partial else name
 
 
 def in_lines(shape: str, shapes: list[str]) -> str:
@@ -154,7 +170,8 @@ def variance(lines: pd.DataFrame) -> pd.DataFrame:
 def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
     """Both axes logarithmic: points measured, lines predicted, ViT-H's sums marked.
 
-    Dotted lines join the points of cases without a prediction. Colors: int8, 8 and 4 bits.
+    Dotted lines join the points of cases without a prediction, which have scales of blocks. Colors:
+    int8, 8 and 4 bits.
     """
     above = blended_transform_factory(ax.transData, ax.transAxes)
     for name, (first, last) in VIT_H.items():
@@ -170,6 +187,7 @@ def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
         ax.plot(part["inner_dim"], part["measured"], marker="o", ms=2.5, **look)
     ax.set(xscale="log", yscale="log", xlabel="terms of the dot product",
            ylabel="variance of the error\n(of the operands: 1)")  # fmt: skip
+    ax.text(0.98, 0.04, "dotted: scales of blocks", transform=ax.transAxes, ha="right", fontsize=7)
     ax.minorticks_off()
 
 
@@ -186,7 +204,13 @@ FIGURES = {
     "quantize_share": Panels(
         lines="ops",
         table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
-        plots=(partial(plot_totals, label="time spent on quantizing (%)"),),
+        plots=(
+            partial(
+                plot_totals,
+                label="share of SwitchBack's time\nspent on quantizing (%)",
+                bar=paper.LARGEST_TIMED_SHARE,
+            ),
+        ),
         size=(1.5, 2.5),
         text=f"Share of SwitchBack's time spent on quantizing x, g and w; gray: {PAPERS} on an "
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",

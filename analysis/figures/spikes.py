@@ -46,7 +46,7 @@ def heights(runs: Runs) -> pd.DataFrame:
 def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
     """The left panel: a point for each loss spike and a bar at the median of each group."""
     spikes = frame[frame["part"] == "spikes"].sort_values("step")
-    label, title = "height of a loss spike (nats)", "one point per loss spike; bars: medians"
+    label, title = "height of a loss spike (nats)", "points: loss spikes; bars: medians"
     if _has_rows(frame):
         _draw_rows(frame, ax, spikes.groupby("optimizer")["height"], pd.Series.median)
         low = spikes.loc[spikes["height"] < FLOOR, "optimizer"].map(_rows(frame).index)
@@ -56,9 +56,16 @@ def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
         ax.xaxis.set_major_formatter("{x:g}")
         return
     places, slots = _places(frame), _slots(frame)
-    for (optimizer, beta2), group in spikes.groupby(["optimizer", "beta2"]):
+    for i, optimizer in enumerate(slots):
+        ax.text(0.03, 0.97 - 0.06 * i, naming.optimizer_name(optimizer), va="top", fontsize=7,
+                color=style.color("bf16", optimizer), transform=ax.transAxes)  # fmt: skip
+    for (optimizer, beta2), part in frame.groupby(["optimizer", "beta2"]):
+        group = spikes[spikes["run"].isin(part["run"])]
         heights, color = group["height"], style.color("bf16", optimizer)
         at, width = places[beta2] + slots[optimizer], WIDTH / len(slots)
+        if group.empty:
+            ax.text(at, FLOOR, "none", color=color, fontsize=6.5, ha="center")
+            continue
         spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
         spread, is_low = at + spread * width, heights < FLOOR
         ax.plot(spread[~is_low], heights[~is_low], "o", color=color, ms=2.5, alpha=0.5, mew=0)
@@ -83,19 +90,19 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
         opened = ends[ends["after_reset"]]
         ax.plot(opened["recall"], opened["optimizer"].map(_rows(frame).index), "o", color="white",
                 ms=1.8, mew=0)  # fmt: skip
-        ax.set(xlabel=label, title="one point per run; bars: means")
+        ax.set(xlabel=label, title="points: runs; bars: means")
         return
     places, slots = _places(frame), _slots(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
         at, color = group["beta2"].map(places) + slots[optimizer], style.color("bf16", optimizer)
         panels.draw_runs(
             ax, at, group["recall"], means="line", color=color, hollow=group["after_reset"],
-            label=naming.optimizer_name(optimizer), dashes=style.line_style(optimizer),
+            label=naming.optimizer_name(optimizer),
             every=[place + slots[optimizer] for place in places.values()],
         )  # fmt: skip
         spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
         ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
-    ax.set(ylabel=label, title="one point per run; thin lines: min to max")
+    ax.set(ylabel=label, title="points: runs; thick lines: means")
     _name_beta2(ax, places)
 
 
@@ -153,6 +160,7 @@ def highest(runs: Runs) -> pd.DataFrame:
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
 RECORDED = ["loss", "loss_scale", "skipped_tensors"]
+SKIPS = {"dynamic": "skipped steps", "fixed": "steps that skip tensors"}
 
 
 def with_scaler(heads: pd.DataFrame) -> pd.DataFrame:
@@ -166,7 +174,7 @@ def around_highest(runs: Runs) -> pd.DataFrame:
     Runs without a loss spike are left out; unrecorded values are NaN.
     """
     heads = measures.named_heads(runs, ("scaler.name",)).sort_values("scaler", kind="stable")
-    columns = (*measures.OF_A_RUN, "spike", "step", *RECORDED)
+    columns = (*measures.OF_A_RUN, "scaler.init_scale", "spike", "step", *RECORDED)
     return measures.by_run(runs, heads, columns, _around_highest)
 
 
@@ -182,26 +190,28 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
 
 
 def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
-    """The loss of each run of a scaler; a row of ticks for each marks steps that skip a tensor."""
-    runs = [run for _, run in frame.groupby("run", sort=False)]
-    for run in runs:
-        head, at = run.iloc[0], run["step"] - run["spike"]
-        color = style.color(head["precision"], head["optimizer"])
+    """The loss of each run of a scaler in a shade of its own, and ticks where it skips."""
+    head, counts, above = frame.iloc[0], [], ax.get_xaxis_transform()
+    for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
+        color, at = style.paler(style.color(head["precision"], ""), i), run["step"] - run["spike"]
         finite = np.isfinite(run["loss"].astype(float))
         ax.plot(at[finite], run.loc[finite, "loss"], color=color, lw=0.9)
-    low, high = ax.get_ylim()
-    ax.set_ylim(low, high + 0.3 * (high - low))
-    look = {"color": spike_marks.FOLLOWING, "transform": ax.get_xaxis_transform()}
-    for i, run in enumerate(runs):
-        skips = (run["step"] - run["spike"])[run["skipped_tensors"].fillna(0) > 0]
-        ax.plot(skips, [0.91 - 0.05 * i] * len(skips), "|", ms=4, mew=0.7, **look)
-    ax.text(3 - AROUND, 0.95, "steps that skip a tensor, a row for each run", fontsize=6.5, **look)
+        skips = at[run["skipped_tensors"].fillna(0) > 0]
+        ax.plot(skips, [0.91 - 0.05 * i] * len(skips), "|", ms=4, mew=0.7, color=color,
+                transform=above)  # fmt: skip
+        counts.append(len(skips))
+    ax.set_ylim(0, 1.3 * ax.get_ylim()[1])
+    text = f"{SKIPS.get(head['scaler'], 'skips')}, by run: {naming.join(counts)}"
+    ax.text(3 - AROUND, 0.95, text, fontsize=7, transform=above)
     ax.axvline(0, ymax=0.78, color=spike_marks.OTHER, lw=0.7, ls=":")
     ax.set(xlim=(-AROUND, AROUND), xlabel="steps from detection of the highest loss spike")
-    powers = np.log2(frame["loss_scale"].dropna())
-    ends = dict.fromkeys(f"$2^{{{power:g}}}$" for power in (powers.min(), powers.max()))
-    ax.set(ylabel="training loss")
-    ax.set_title(f"{frame['scaler'].iloc[0]} loss scale: {' to '.join(ends)}")
+    scales = frame["loss_scale"].dropna()
+    first, *ends = (
+        f"$2^{{{np.log2(scale):g}}}$"
+        for scale in (head["scaler.init_scale"], scales.min(), scales.max())
+    )
+    here = f" at the start, {' to '.join(dict.fromkeys(ends))} here" if {*ends} != {first} else ""
+    ax.set(ylabel="training loss (nats)", title=f"{head['scaler']} loss scale: {first}{here}")
     panels.draw_chance(ax, frame["batch_size"])
 
 
@@ -238,9 +248,8 @@ FIGURES = {
         plots=(plot_around,),
         facet=by("scaler", lambda _: ""),  # the title names it
         what=f"{AROUND} steps on either side of the highest loss spike",
-        text="A line for each run; the title gives the smallest and the largest loss scale. After "
-        "the appendix of arXiv:2304.13013. Orange ticks: steps in "
-        "which the gradient of some tensor was not finite, so that the step (dynamic scaler) or "
-        "the tensor (fixed) was skipped.",
+        text="A line and a row of ticks in one shade for each run. Ticks: steps in which the "
+        "gradient of some tensor was not finite, so that the step (dynamic scaler) or the tensor "
+        "(fixed) was skipped. After the appendix of arXiv:2304.13013.",
     ),
 }
