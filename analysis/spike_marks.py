@@ -219,18 +219,27 @@ def why_unexamined(num_steps: int, protocol: Protocol) -> str:
     return ""
 
 
-def collapse_of(summary: dict, loss: np.ndarray) -> str:
-    """What `Collapse` said last about the losses of a run, or how it ended after that, or ""."""
+def collapse_of(summary: dict, loss: np.ndarray) -> tuple[str, str]:
+    """The verdict of `Collapse` in words, and what it said last about the losses of a run.
+
+    Or how a collapsed run ended after that; two empty texts for any other run.
+    """
     batch_size = summary.get("batch_size", np.nan)
     is_watched = summary.get("data.name") == "unknown"  # another trainer's, perhaps another loss
     if is_watched or not batch_size > 0:  # its config is damaged
-        return ""
+        return "", ""
     collapse = Collapse(batch_size, warmup_of(summary), summary["num_steps"])
-    texts = [collapse.feed(step, value) for step, value in enumerate(loss, 1)]
-    text, end = next(filter(None, reversed(texts)), ""), pd.Series(loss[-LAST_STEPS:]).median()
+    verdict = text = ""
+    for step, value in enumerate(loss, 1):
+        if said := collapse.feed(step, value):
+            verdict, text = collapse.verdict.replace("_", " "), said
+    end = pd.Series(loss[-LAST_STEPS:]).median()
     if not text or pd.isna(end) or abs(end - collapse.chance) <= NEAR_CHANCE * collapse.chance:
-        return text
-    return f"{text.replace('has been', 'was').replace('since', 'from')} on and ends at {end:.3g}"
+        return verdict, text
+    if verdict == "not learning":  # but later
+        return "", ""
+    text = text.replace("has been", "was").replace("since", "from")
+    return verdict, f"{text} on and ends at {end:.3g}"
 
 
 def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:

@@ -147,8 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:
             raise ChoiceError(error) from error
         text = describe(series, protocol, tensor)
-        if collapse := spike_marks.collapse_of(summary, series.loss):
-            text = f"The run collapsed: {collapse}.\n{text}"
+        verdict, why = spike_marks.collapse_of(summary, series.loss)
+        text = f"{verdict.capitalize()}: {why}.\n{text}" if verdict else text
         thresholds = " ".join(f"{name}={getattr(protocol, name)}" for name in values)
         ignored = summary.get("diagnostics.spikes.ignore_steps")
         if pd.isna(ignored) and protocol.ignore_steps == spike_marks.warmup_of(summary):

@@ -46,11 +46,12 @@ class RunData:
     unexamined: str  # why no loss was examined for spikes, or ""
     unrecorded: str  # which tensor has no RMS_t, and what to choose, or ""
     can_replay: bool  # whether it has checkpoints
-    collapse: str  # a message if the loss stayed at chance
+    verdict: str  # "collapsed" or "not learning" if the loss stayed at chance, or ""
+    collapse: str  # what was said of that
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the run failed, stopped, has collapsed to chance or is damaged."""
+        """Whether the run failed, stopped, is at chance level or is damaged."""
         notes = self.summary["note"].split("; ")
         is_damaged = any(note and not note.startswith("running: ") for note in notes)
         is_ended = self.summary["state"] not in ("finished", "running")
@@ -76,6 +77,7 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
     unrecorded = spike_marks.why_unrecorded(series, protocol, tensor)
     counts = series.reaches(protocol) and not unrecorded
+    verdict, collapse = spike_marks.collapse_of(summary, series.loss)
     return RunData(
         summary=summary,
         whole=curves,
@@ -92,7 +94,8 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
         unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
         unrecorded=unrecorded,
         can_replay=any(as_path(summary["path"]).glob("*/step_*")),
-        collapse=spike_marks.collapse_of(summary, series.loss),
+        verdict=verdict,
+        collapse=collapse,
     )
 
 

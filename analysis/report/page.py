@@ -176,8 +176,8 @@ def _cards(data: list[RunData]) -> list[tuple[str, str, str, str]]:
     if all(run.unexamined for run in data):
         total, more = "not examined", ""
     num_bad = sum(run.needs_attention for run in data)
-    some = "failed, stopped, collapsed or damaged"
-    why = some if num_bad else "none failed, stopped, collapsed or is damaged"
+    some = "failed, stopped, at chance level or damaged"
+    why = some if num_bad else "none failed, stopped, is at chance level or damaged"
     spikes = "loss spikes", total, more, "spikes"
     return [spikes, ("need attention", str(num_bad), why, "failures")]
 
@@ -316,7 +316,7 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
 
 
 def _failures(data: list[RunData], names: list[Field]) -> dict:
-    """The runs that failed, stopped, collapsed or are damaged, and why."""
+    """The runs that failed, stopped, are at chance level or damaged, and why."""
     rows = []
     for i, run in enumerate(data):
         if run.needs_attention:
@@ -341,8 +341,9 @@ def _progress(run: RunData) -> list[Field]:
     style = STATE_STYLES.get(state, "warn")
     if state in ENDED and run.summary["note"] not in ("", NO_TENSORS):
         state, style = f"{state}, damaged", "bad" if style == "bad" else "warn"
-    elif run.collapse:
-        state, style = f"{state}, collapsed", "bad"
+    elif run.verdict:
+        state = f"{state}, {run.verdict}"
+        style = "bad" if run.verdict == "collapsed" else "warn"
     steps = run.curves["step"].max() if len(run.curves) else 0
     return [Field(state, state, "state", style), _field(steps, ",d")]
 

@@ -20,6 +20,7 @@ ROUNDING = 1e-6  # a constant float32 loss scatters by at most this share of its
 NEAR_CHANCE = 0.02  # share of ln(batch size) by which a collapsed model's loss scatters
 COLLAPSED = 50  # steps
 AT_CHANCE, LAST_STEPS = 0.005, 20  # share and steps for the end of a run
+LEARNED = 0.1  # share of ln(batch size) by which the loss of a model that has learned is lower
 ONSET_WINDOW = 50  # steps
 ONSET_DEVIATIONS = 3.0  # median absolute deviations of the differences
 # bounds of a Protocol, which are those of the config group `diagnostics.spikes`
@@ -88,14 +89,16 @@ class Spike(NamedTuple):
 
 
 class Collapse:
-    """Detects a collapsed model, which tells no pairs apart: its loss stays at ln(batch_size).
+    """Detects a model that tells no pairs apart: its loss stays at chance, ln(batch_size).
 
-    The loss may be at chance level in the first `warmup_steps` of the `num_steps`.
+    The loss may be at chance level in the first `warmup_steps` of the `num_steps`. `verdict` is
+    `collapsed` if an earlier loss was lower than chance by LEARNED, and else `not_learning`.
     """
 
     def __init__(self, batch_size: int, warmup_steps: int, num_steps: int):
         self.chance = math.log(batch_size)
         self.warmup_steps, self.num_steps = warmup_steps, num_steps
+        self.verdict = "not_learning"
         self._near = self._at = 0  # steps in a row
 
     def feed(self, step: int, loss: float) -> str:
@@ -103,12 +106,16 @@ class Collapse:
 
         At the last step of a run, LAST_STEPS in a row within AT_CHANCE are enough.
         """
+        if loss < (1 - LEARNED) * self.chance:
+            self.verdict = "collapsed"
         distance = abs(loss - self.chance) if step > self.warmup_steps else math.inf
         self._near = self._near + 1 if distance <= NEAR_CHANCE * self.chance else 0
         self._at = self._at + 1 if distance <= AT_CHANCE * self.chance else 0
         ends = step == self.num_steps and self._at >= LAST_STEPS and self._near < COLLAPSED
         if self._near != COLLAPSED and not ends:
             return ""
+        if self.verdict == "not_learning":
+            return f"the loss has not left chance level, {self.chance:.3g}"
         first = step - self._near + 1
         return f"the loss has been at chance level, {self.chance:.3g}, since step {first}"
 

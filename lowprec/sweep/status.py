@@ -200,8 +200,9 @@ def show(plan: Plan, run_states: list[State], queue: list | None, console: Conso
             has_log = state.state in TO_RESUBMIT["--failed"] and log.exists()
             lines.append(line + f"; log: {log}" * has_log)
         for event in scan_rows(plan.directory_of(run.index) / "events.jsonl")[0]:
-            if "collapsed" in event:
-                lines.append(f"run {run.index} ({name}) collapsed: {event['collapsed']}")
+            for verdict in event.keys() & {"collapsed", "not_learning"}:
+                text = f"{verdict.replace('_', ' ')}: {event[verdict]}"
+                lines.append(f"run {run.index} ({name}) {text}")
     if queue is None:
         lines.append("squeue does not answer: the states of queued runs are the last known ones")
     print_table([*names, "images/s", "left", "folder"], rows, console)

@@ -204,9 +204,10 @@ class MetricsBuffer:
         if self.detector is not None:
             self._write_spikes(self._detect(rows, rms))
         for row in rows if self.world.is_first else ():
-            if collapsed := self.collapse.feed(row["step"], row["loss"]):
-                self.record.append("events", [{"step": row["step"], "collapsed": collapsed}])
-                print(f"warning: {collapsed}")
+            if text := self.collapse.feed(row["step"], row["loss"]):
+                event = {"step": row["step"], self.collapse.verdict: text}
+                self.record.append("events", [event])
+                print(f"warning: {text}")
         self._write_skips(rows[-1]["step"])
 
     def _write_tensors(

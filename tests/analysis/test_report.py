@@ -330,6 +330,9 @@ def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):
     with open(damaged / "metrics.jsonl", "a") as file:
         file.write("garbage\n")
     make_run(num_steps=200, losses=np.where(np.arange(200) < 80, 3.0, np.log(128) + 0.05))
+    never = make_run(num_steps=200, seed=5, losses=np.full(200, np.log(128)))
+    late = np.where(np.arange(200) < 80, np.log(128), 2.0)  # at chance level at first: no failure
+    make_run(num_steps=200, seed=6, losses=late)
     warmup = np.full(1200, np.log(128))  # at chance level in its warmup: not collapsed
     make_run(num_steps=20_000, steps=1200, state="preempted", losses=warmup)
     running = make_run(num_steps=20, seed=4, steps=10, state="running")
@@ -338,11 +341,13 @@ def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):
     (bare / "tensors.parquet").unlink()
     page = page_of()
     failures = page.section("Failures and damage")
-    assert "need attention5" in page.text and str(running) not in failures
+    assert "need attention6" in page.text and str(running) not in failures
     assert "loss is nan" in failures and str(diverged) in failures
     assert "metrics.jsonl: line 21" in failures and str(damaged) in failures
     assert failures.count("the loss has been at chance level, 4.85, since step 81") == 1
     assert failures.count("finished, collapsed") == failures.count("collapsed") == 1
+    assert f"the loss has not left chance level, 4.85 {never}" in failures
+    assert failures.count("finished, not learning") == 1
     assert failures.count("tensors are not there") == 1
     assert failures.count("finished, damaged") == 1
 

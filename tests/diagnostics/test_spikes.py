@@ -342,19 +342,20 @@ def test_a_loss_that_stays_at_chance_after_warm_up_is_a_collapse_once():
 
 
 @pytest.mark.parametrize(
-    ("losses", "first"),
+    ("losses", "told"),
     [
-        ([1.0] * 20, 11),  # at chance since the warmup
-        ([0.9] * 10 + [1.004] * 20, 21),
-        ([0.9] * 10 + [1.015] * 5 + [1.0] * 20, 21),
-        ([0.9] * 11 + [1.0] * 19, None),
+        ([1.0] * 20, "has not left chance level, 4.16"),
+        ([0.91] * 10 + [1.0] * 20, "has not left chance level, 4.16"),
+        ([0.89] * 10 + [1.004] * 20, "has been at chance level, 4.16, since step 21"),
+        ([0.5] * 10 + [1.015] * 5 + [1.0] * 20, "has been at chance level, 4.16, since step 21"),
+        ([0.5] * 11 + [1.0] * 19, None),
         ([1.0] * 25 + [0.97], None),  # it learned at last
         ([1.01, 0.99] * 14, None),  # a healthy start
         ([1.0] * 55, None),  # reported before
     ],
 )
-def test_a_short_run_that_ends_at_chance_is_a_collapse(losses, first):
+def test_a_short_run_that_ends_at_chance_is_a_collapse_if_it_had_learned(losses, told):
     collapse, losses = Collapse(64, 10, 10 + len(losses)), [1.0] * 10 + losses
     texts = [collapse.feed(n, loss * math.log(64)) for n, loss in enumerate(losses, 1)]
-    told = f"the loss has been at chance level, 4.16, since step {first}"
-    assert texts[-1] == (told if first else "")
+    assert texts[-1] == (f"the loss {told}" if told else "")
+    assert collapse.verdict == ("collapsed" if min(losses) < 0.9 else "not_learning")

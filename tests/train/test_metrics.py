@@ -78,16 +78,21 @@ def test_a_short_run_has_spikes_by_default(make_config, run_once, shaken, tmp_pa
     assert "The first 12 steps, the warmup, are ignored." in out
 
 
-@pytest.mark.parametrize("num_steps", [32, 17])
-def test_a_collapse_is_an_event(make_config, run_once, tmp_path, capsys, monkeypatch, num_steps):
+@pytest.mark.parametrize(
+    ("num_steps", "learned", "verdict"), [(32, 0.1, "not_learning"), (17, -1.0, "collapsed")]
+)
+def test_a_loss_at_chance_level_is_an_event(
+    make_config, run_once, tmp_path, capsys, monkeypatch, num_steps, learned, verdict
+):
+    monkeypatch.setattr("lowprec.diagnostics.spikes.LEARNED", learned)
     monkeypatch.setattr("lowprec.diagnostics.spikes.COLLAPSED", 20)
     monkeypatch.setattr("lowprec.diagnostics.spikes.LAST_STEPS", 8)
     changes = {"optimizer.lr": 0.5, "schedule.warmup_steps": 1, "save_every": 20}
     config = make_config({"num_steps": num_steps, **changes})
     run_once(config, tmp_path / "whole")
-    [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if "collapsed" in row]
-    assert event["collapsed"].startswith("the loss has been at chance level, 2.77, since step ")
-    assert f"warning: {event['collapsed']}" in capsys.readouterr().out
+    [event] = [row for row in read_rows(tmp_path / "whole/events.jsonl") if verdict in row]
+    assert "chance level, 2.77" in event[verdict]
+    assert f"warning: {event[verdict]}" in capsys.readouterr().out
     run_once(config, tmp_path / "cut", stop_at=15)
     run_once(config, tmp_path / "cut")
     assert event in read_rows(tmp_path / "cut/events.jsonl")
