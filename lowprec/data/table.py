@@ -82,12 +82,22 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
             raise ValueError("the table has no rows")
         names = lines.fieldnames
         if missing := [name for name in columns if name not in names]:
-            near = "".join(nearest(name, names) for name in missing)
-            raise ValueError(
-                f"no column {', '.join(missing)} in {', '.join(names)}{near}; "
-                "the first line must name the columns: image=NAME caption=NAME"
-            )
+            left = [name for name in names if name not in columns]
+            keys = dict(zip(columns, ("image", "caption", "label"), strict=False))
+            hints = [f"{keys[name]}={match}" for name, match in _matches(missing, left).items()]
+            found = f"no column {', '.join(missing)} in {', '.join(names)}"
+            raise ValueError(f"{found}, the names in the first line; choose: {' '.join(hints)}")
         return rows
+
+
+def _matches(missing: list[str], left: list[str]) -> dict[str, str]:
+    """For each missing column another one that may be meant: similar, or the last left; or NAME."""
+    found = {}
+    for name in missing:
+        found[name] = nearest(name, left).removeprefix("; nearest: ") or "NAME"
+        left = [other for other in left if other != found[name]]
+    unknown = [name for name in missing if found[name] == "NAME"]
+    return found | (dict(zip(unknown, left, strict=True)) if len(unknown) == len(left) == 1 else {})
 
 
 def _sample(folder: Path, row: dict, columns: list[str]) -> dict[str, bytes]:
