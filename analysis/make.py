@@ -30,7 +30,7 @@ from analysis.load import NoRunsError, Runs, command, load_all
 from analysis.run_files import NO_TENSORS, as_path
 from analysis.style import save, style
 from lowprec.config.schema import SCALES
-from lowprec.nearest import nearest
+from lowprec.nearest import nearest, some
 from lowprec.runs import durable
 from lowprec.runs.environment import commit, package_version
 from lowprec.runs.read import ENDED
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     called, slug = f"python -m analysis.make {shlex.join(arguments)}", options.slug
     if slug not in (*slugs, "all", "pictures"):
         near = nearest(slug, slugs)
-        raise ChoiceError(f"no figure {slug!r}{near}; there are: {', '.join(slugs)}")
+        raise ChoiceError(f"no figure {slug!r}{near}; there are: {some(slugs, slug)}")
     choices = load_all(options.runs), options.out, called, options.scale, options.experiment
     if slug == "all":
         return draw_all(*choices)

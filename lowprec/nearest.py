@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+MOST = 16  # names that a message lists
 MEANT = {  # by names that are no choices
     "gpu": ("cuda",),
     "int8": ("switchback", "llm_int8"),
@@ -34,6 +35,15 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
         or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     )
     return f"; nearest: {matches[0]}" if matches else ""
+
+
+def some(names: Iterable[str], wrong: str) -> str:
+    """`a, b and 12 more, see --help`: up to MOST names, those most similar to a wrong one."""
+    names = [str(name) for name in names]
+    ratios = {name: difflib.SequenceMatcher(None, wrong, name).ratio() for name in names}
+    most = sorted(names, key=ratios.get, reverse=True)[:MOST]
+    rest = f" and {len(names) - MOST} more, see --help" if len(names) > MOST else ""
+    return ", ".join(name for name in names if name in most) + rest
 
 
 def nearest_path(path: str | Path) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 
 from lowprec.config.combinations import combination_faults
 from lowprec.config.schema import REMOVED_OPTIMIZERS, Config
-from lowprec.nearest import nearest
+from lowprec.nearest import nearest, some
 
 MISSING = "???"
+START_OVER = "; to start a run over, delete its directory or choose another name="
 PASSWORD = re.compile(r"(?<=//)[^/\s@]*:[^/\s]*@")  # user and password of a URL
 COMPARE = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
 IN_DIGESTS = {  # keys of old records, with the value that digests of runs contain
@@ -118,7 +119,7 @@ def unknown_key(path: str, legal: Iterable[str]) -> str:
         return f"{path}: only experiments.sweep has this key"
     group = path.rpartition(".")[0]
     siblings = [k.rpartition(".")[2] for k in legal if k.rpartition(".")[0] == group]
-    allowed = f" ({group or 'the root'} has {', '.join(siblings)})" if siblings else ""
+    allowed = f" ({group or 'the root'} has {some(siblings, path)})" if siblings else ""
     return f"{path}: no such key{nearest(path, legal)}{allowed}"
 
 
@@ -155,7 +156,8 @@ def require_values(config: dict) -> None:
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:
     if not isinstance(raw, dict):
         inside = ", ".join(f.name for f in fields(schema))
-        faults.append(f"{prefix[:-1]}={_written(raw)}: a group of keys is expected ({inside})")
+        fault = f"{prefix[:-1]}={_written(raw)}: a group of keys is expected ({inside})"
+        faults.append(fault + START_OVER * (prefix == "resume."))
         return None
     names = {f.name: f for f in fields(schema)}
     paths = {prefix + str(name): value for name, value in raw.items() if name not in names}

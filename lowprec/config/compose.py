@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowprec.config.check import ConfigError, check, retired_faults
 from lowprec.config.combinations import open_clip_models
 from lowprec.config.schema import MAPS, PRESETS, Config
-from lowprec.nearest import nearest
+from lowprec.nearest import nearest, some
 
 CONF = Path(__file__).parents[2] / "conf"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
@@ -324,11 +324,12 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
     if key in _groups(schema):
         files = _choices(key, schema)
         unknown = [choice for choice in _values(override) if choice not in files]
-        allowed = f"{'conf/' * issubclass(schema, Config)}{key} has {', '.join(files)}"
+        folder = f"{'conf/' * issubclass(schema, Config)}{key}"
         for choice in unknown:
             near = _of_open_clip(choice, files) if key == "model" else ""
             near = near or nearest(choice, files)
-            faults.append(f"{key}={choice}: no such choice{near} ({allowed})")
+            allowed = f"({folder} has {some(files, choice)})"
+            faults.append(f"{key}={choice}: no such choice{near} {allowed}")
         return not unknown
     for name in MAPS:
         if key.startswith(f"{name}."):

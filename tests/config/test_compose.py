@@ -33,6 +33,7 @@ BAD = {  # command: parts of its message
         "no such choice; nearest: model=vit_b32 or model=open_clip model.name=ViT-B-32 (",
     ),
     "model=rn50_X4": ("no such choice; nearest: model=open_clip model.name=RN50x4 (",),
+    "experiment=losscurves": ("nearest: loss_curves (", "loss_curves_mini", " more, see --help)"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),
     "model=open_clip": ("model.name=null", "open_clip"),
@@ -40,6 +41,7 @@ BAD = {  # command: parts of its message
     "precision.recipe=custom": ("precision.recipe=custom needs precision.products",),
     "accumulate=3": ("batch_size=128 is not a multiple of accumulate=3",),
     "distributed=fsdp2 diagnostics.recorder.enabled=true": ("recorder.enabled=true", "use ddp"),
+    "resume=false": ("resume=false: a group of", "; to start a run over, delete its directory"),
     "resume.from=x": ("resume.from: no such key",),
     # combinations
     "precision=fp16": ("autocast=fp16", "scaler=none", "scaler=dynamic or scaler=fixed"),
