@@ -290,8 +290,11 @@ def _read_table(
         if names != tensors:  # another attempt; matching names at every flush would be slow
             tensors = names
             columns = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
-            recorded |= {f"{statistic}/{name}": None for statistic in statistics for name in names}
-        values = statistics.get(stat, np.empty((len(steps), len(names))))[:, columns]
+            seen = set()
+        if new := statistics.keys() - seen:
+            seen |= new
+            recorded |= {f"{statistic}/{name}": None for statistic in new for name in names}
+        values = statistics.get(stat, np.full((len(steps), len(names)), np.nan))[:, columns]
         frames.append(pd.DataFrame(values, steps, [names[i] for i in columns]))
     frame = pd.concat(frames).rename_axis("step").reset_index() if frames else pd.DataFrame()
     return frame, list(recorded)

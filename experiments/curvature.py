@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec.clip import model as clip
+from lowprec.config.check import RunError
 from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.data.open import Data
@@ -28,13 +29,16 @@ def build_measured(config: Config, data: Data, world: Ranks, every: int) -> Buil
     """Builds the objects of a run that is measured before every `every`-th step.
 
     The rows are appended to predictors.jsonl. Measuring does not change the run: it reads weights,
-    moments and the batch, and restores the random state.
+    moments and the batch, and restores the random state. RunError if a run is resumed that was not
+    measured so far.
     """
     built = build(config, data, world)
     path = directory(config, sources_of(config, data)) / "predictors.jsonl"
     plain, batches_from = plain_task(built), built.batches_from
 
     def measured_batches_from(first: int) -> Iterator[Batch]:
+        if first > every and not path.exists():
+            raise RunError(f"{path.parent} has {first - 1} steps that were not measured")
         for step, batch in enumerate(batches_from(first), first):
             if step % every == 0:
                 row = {"step": step, **measure(built, plain, step, batch)}

@@ -8,12 +8,11 @@ block's output. They are rows of `predictors.jsonl` in the run directory. The ru
 without clipping, loss scaling or low precision, in one process.
 """
 
-from contextlib import closing
 from functools import partial
 from operator import attrgetter
 
+from experiments import train
 from experiments.entry import run_command
-from experiments.train import ProgressBar
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.train.preflight import preflight
@@ -44,11 +43,9 @@ def check(config: Config) -> None:
 def main(config: Config) -> None:
     """Trains a run and measures it."""
     check(config)
-    from experiments.curvature import build_measured  # these load torch
-    from lowprec.train.run import train_run
+    from experiments.curvature import build_measured  # loads torch
 
-    with closing(ProgressBar(config)) as progress:
-        train_run(config, progress=progress, build_objects=partial(build_measured, every=EVERY))
+    train.main(config, build_objects=partial(build_measured, every=EVERY))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from functools import partial
+from typing import Any
 
 from rich import get_console
 from rich.console import Console
@@ -110,8 +111,10 @@ class ProgressBar:
             self.bar.stop()
 
 
-def main(config: Config, expected: str | None = None, results: list | None = None) -> None:
-    """Trains a run, as its only process or as one rank; `expected`: see `train_run`.
+def main(
+    config: Config, expected: str | None = None, results: list | None = None, **options: Any
+) -> None:
+    """Trains a run, as its only process or as one rank; `expected` and options: see `train_run`.
 
     Appends the run's overrides, state and last row to `results`.
     """
@@ -132,7 +135,7 @@ def main(config: Config, expected: str | None = None, results: list | None = Non
     with open(os.devnull, "w") as nowhere:
         with contextlib.redirect_stdout(sys.stdout if world.is_first else nowhere):
             try:
-                ended = train_run(config, world, progress, expected)
+                ended = train_run(config, world, progress, expected, **options)
                 state = ended.state if ended else "ended before"
             except PeerFailed:
                 time.sleep(1)  # the rank that failed says why, before this exit ends all ranks

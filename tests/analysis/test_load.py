@@ -1,5 +1,6 @@
 """Tests how runs on disk and behind a URL load, damaged ones too."""
 
+import contextlib
 import io
 import shutil
 
@@ -13,6 +14,7 @@ from fsspec.implementations.memory import MemoryFile
 from upath import UPath
 
 from analysis import NoRunsError, load_runs, plot
+from lowprec.runs.record import Record
 from lowprec.runs.tables import read_parquet
 
 CONV = "visual.conv1.weight"
@@ -90,6 +92,17 @@ def test_continued_run_ignores_the_parquet_of_its_first_end(make_run):
     other = make_run(num_steps=40, seed=1, state="running")
     shutil.copytree(other / "tensors", run / "tensors")
     assert len(load_runs(run).tensors("*")) == 40
+
+
+def test_statistics_that_only_some_attempts_recorded_are_nan_elsewhere(make_run):
+    run = make_run(num_steps=20, state="running")
+    with contextlib.closing(Record(run)) as record:
+        record.append_tensors(np.arange(21, 23), {"kurtosis": np.ones((2, 1))}, [CONV])
+    runs = load_runs(run)
+    later = runs.tensors(CONV, stat="kurtosis").set_index("step")[CONV]
+    assert later.loc[21:].tolist() == [1, 1] and later.loc[:20].isna().all()
+    earlier = runs.tensors(CONV).set_index("step")[CONV]
+    assert earlier.loc[21:].isna().all() and earlier.loc[:20].notna().all()
 
 
 def test_unknown_tensor_error_names_what_was_recorded(make_run):

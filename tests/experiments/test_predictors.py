@@ -11,11 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments import predictors
 from experiments.curvature import curvature, hessian_product, kurtosis, plain_task
-from lowprec.config.check import ConfigError
+from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config, OptimizerConfig, ScheduleConfig
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
+from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
 
 
@@ -104,6 +105,20 @@ def test_a_measured_run_is_the_same_run_with_a_row_for_every_second_step(make_co
         blocks = [name for name in row if name.startswith("activation_kurtosis/")]
         names = "visual.transformer.resblocks.0", "transformer.resblocks.0"
         assert blocks == [f"activation_kurtosis/{name}" for name in names]
+
+
+def test_a_stopped_run_ends_the_command_as_that_of_train(make_config, monkeypatch):
+    ended = Ended("preempted", 2)
+    monkeypatch.setattr("lowprec.train.run.train_run", lambda *arguments, **options: ended)
+    with pytest.raises(SystemExit, match="75"):
+        predictors.main(make_config())
+
+
+def test_a_run_that_was_not_measured_from_its_start_is_not_continued(make_config):
+    changes = {"schedule.name": "constant", "save_every": 3}
+    train_run(make_config({**changes, "num_steps": 3}))
+    with pytest.raises(RunError, match="has 3 steps that were not measured"):
+        predictors.main(make_config({**changes, "num_steps": 6}))
 
 
 def test_runs_that_cannot_be_measured_are_refused_by_their_key(make_config):
