@@ -15,10 +15,11 @@ from analysis.figures import (
     quantize_share,
 )
 from analysis.load import NoRunsError
-from tests.analysis.conftest import write_rows
+from tests.analysis.conftest import drawn, legend, write_rows
 
 DEVICE = "SYNTHETIC GPU"
 DIMS = (768, 1280, 4096)
+LEFT_OUT = ("llm_int8", "vit_b32")
 SPEED = {"int8": 1.5, "fp8": 1.8}  # of synthetic products
 
 
@@ -100,6 +101,16 @@ def test_model_is_compared_with_the_faster_open_clip_and_16_bits_of_its_shape(tm
     assert value["vit_h14", "high", "switchback"] == pytest.approx(10)
     assert set(frame["series"]) == {"high", "switchback", "llm_int8"}
     assert set(frame["shape"]) == {"vit_h14 batch 256", "vit_b32 batch 256"}
+
+
+def test_bars_name_the_number_of_8_bit_layers_and_what_was_not_measured(tmp_path):
+    lines = [row for row in model_lines() if (row["case"], row["shape"][:7]) != LEFT_OUT]
+    counts = {"high": "0 of 224", "switchback": "224 of 224", "llm_int8": "128 of 224"}
+    lines = [row | {"quantized": counts.get(row["case"], "")} for row in lines]
+    frame = end_to_end_speed.query(load_lines(write(tmp_path, "model", lines), "model"))
+    for ax in drawn(end_to_end_speed, frame):
+        assert [text.get_text() for text in ax.texts].count("not measured") == 1
+        assert {"SwitchBack int8", "LLM.int8(), 128 of 224 layers"} < {*legend(ax)}
 
 
 def test_models_of_other_settings_are_not_compared_with_each_other(tmp_path):
