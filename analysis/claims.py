@@ -305,6 +305,8 @@ NOTE = (
     "directions. Our largest model is judged. Margins are ours. Runs are compared if they agree in "
     "every setting that affects the weights except the one named. "
     f"{UNDECIDED.capitalize()} means that the evidence allows either verdict, or has one seed. "
+    "To count the seeds that would decide a row, the standard deviation over seeds is taken at its "
+    f"upper {evidence.UPPER:.0%} confidence limit. "
     "Spikes are counted by each run's own thresholds. Benchmark rows (C6 to C8) have no interval: "
     "each number is a single measurement. The paper makes no claim about C13, the schedule of "
     "beta2, that could be judged. C4, what rescues fp8 with one scale per tensor, is not judged: "

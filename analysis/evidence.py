@@ -24,6 +24,13 @@ LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests, after Holm's correction
 UPPER, MOST_SEEDS = 0.8, 1000  # of `num_seeds`
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
+KNOWN_BY = (
+    "model.name",
+    "batch_size",
+    "num_steps",
+    "optimizer.name",
+    "optimizer.lr",
+)  # a planned run
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 
 # The margins of the verdicts, which `Claim.margin` words.
@@ -109,8 +116,9 @@ class Evidence:
     def need_all(self, study: str, varied: str, values: Collection) -> None:
         """Raises NoRunsError unless each run that a study's file names has ended.
 
-        Only runs with some values of a setting count, as `outcomes` names them. A run is known by
-        the settings in which the study's runs differ.
+        Only runs with some values of a setting count, as `outcomes` names them, and seeds that the
+        file has for all of these values. A run is known by that setting, those in which the study's
+        runs differ, and KNOWN_BY. Raises ValueError if the file names no run with a value.
         """
         at = self.summaries
         is_its = (at["experiment"] == study) & (at["scale"] == self.scale)
@@ -118,9 +126,16 @@ class Evidence:
         if ended.empty:
             raise self.lacking("", (study,))
         plan, ended = map(_with_products, (planned(f"{study}_{self.scale}"), ended))
-        own = plan[varied].isin(list(values))
-        plan = plan.map(comparison.written).loc[:, lambda texts: texts.nunique() > 1][own]
-        ended = ended.reindex(columns=plan.columns).map(comparison.written)
+        if absent := set(values) - set(plan[varied]):
+            names = ", ".join(sorted(map(str, absent)))
+            there = ", ".join(sorted(set(plan[varied].map(str))))
+            raise ValueError(f"{study}_{self.scale} has {varied} {there}, not {names}")
+        of_values = plan[plan[varied].isin(list(values))]
+        shared = of_values.groupby("seed")[varied].nunique() == len(values)
+        own = of_values.index[of_values["seed"].map(shared)]
+        plan = plan.map(comparison.written)
+        columns = [name for name in plan if plan[name].nunique() > 1 or name in (*KNOWN_BY, varied)]
+        plan, ended = plan.loc[own, columns], ended.reindex(columns=columns).map(comparison.written)
         runs, there = (set(table.itertuples(index=False, name=None)) for table in (plan, ended))
         if missing := len(runs - there):
             raise self.lacking(f"{missing} of {len(runs)} runs", (study,))
@@ -282,7 +297,7 @@ def num_seeds(values: pd.Series, room: float, level: float) -> int | None:
     if (num := len(values)) < 2:
         return None
     limit = values.std() * math.sqrt((num - 1) / stats.chi2.ppf(1 - UPPER, num - 1))
-    for n in range(num + 1, MOST_SEEDS):
+    for n in range(num + 1, MOST_SEEDS + 1):
         if stats.t.ppf(1 - level, n - 1) * limit / math.sqrt(n) < abs(room):
             return n
     return None

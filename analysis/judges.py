@@ -66,9 +66,10 @@ def same(
     The validation loss, relative to that at `other`, is given but not judged. `planned` is a study
     that takes the place of `studies` once all of its runs with these values have ended.
     """
-    with contextlib.suppress(NoRunsError):
-        records.need_all(planned, varied, (one, other))
-        studies = (planned,)
+    if planned:
+        with contextlib.suppress(NoRunsError):
+            records.need_all(planned, varied, (one, other))
+            studies = (planned,)
     pairs = records.differences(varied, one, other, "recall", studies)
     logs = records.differences(varied, one, other, "log_loss", studies)
     *_, model = pairs
@@ -89,6 +90,7 @@ def same(
 def costs(records: Evidence, recipe: str, study: str) -> Finding:
     """Judges whether a recipe costs R@1 compared with bf16, once a study has all runs of both.
 
+    Seeds for which the study has both count.
     The size of features at the end, relative to that in bf16, is given but not judged.
     """
     records.need_all(study, RECIPE, (recipe, BF16))

@@ -13,6 +13,7 @@ from tests.analysis.conftest import spiking
 from tests.analysis.test_claims import FAILED, HELD, one
 
 SEEDS = range(5, 25)
+PLANNED = {"scale": "mini", "model": "mini_l", "batch_size": 1024, "num_steps": 2000, "lr": 2e-3}
 IN_BLOCKS = {"format": "e1m6", "g": "32x32", "x": "32x32"}
 BLOCKS = {"recipe": "custom", "products": {"grad_weight": IN_BLOCKS}}
 LAST_BLOCK = paper.BLOCK.format(ModelConfig().vision_layers - 1)
@@ -23,17 +24,17 @@ EQUAL, IN_32 = "int8 matches bf16's accuracy", "blocks of 32 x 32"
 def equality_fixture(make_run, tmp_path):
     """A function: runs of `equality_mini`, or another study, by seed with their mean R@1.
 
-    `size`: E[abs(x)] of the last block at step 20.
+    `size`: E[abs(x)] of the last block at the last of the `steps` written.
     """
 
-    def make(recipe, recalls, seeds=SEEDS, experiment="equality", size=2.0, **keys):
-        features = pd.DataFrame({LAST_BLOCK: [1.0, size]}, [10, 20])
+    def make(recipe, recalls, seeds=SEEDS, experiment="equality", size=2.0, steps=20, **keys):
+        features = pd.DataFrame({LAST_BLOCK: [1.0, size]}, [10, steps])
+        keys = PLANNED | {"optimizer": "stable_adamw", "recipe": recipe} | keys
         for seed, recall in zip(seeds, recalls, strict=False):
-            columns = dict.fromkeys(RECALL, np.full(20, recall / 100))
-            columns[VALIDATION_LOSS] = np.full(20, 0.06)
-            make_run(experiment=experiment, scale="mini", model="mini_l", seed=seed, num_steps=20,
-                     columns=columns, tables={"blocks": {"feature_mean": features}},
-                     **{"recipe": recipe} | keys)  # fmt: skip
+            columns = dict.fromkeys(RECALL, np.full(steps, recall / 100))
+            columns[VALIDATION_LOSS] = np.full(steps, 0.06)
+            make_run(experiment=experiment, seed=seed, columns=columns, steps=steps, flush=steps,
+                     tables={"blocks": {"feature_mean": features}}, **keys)  # fmt: skip
         return tmp_path / "runs"
 
     return make
@@ -53,11 +54,58 @@ def test_equality_is_judged_by_the_twenty_seeds_once_all_are_in(equality):
     assert finding.verdict == FAILED and "mini_l -2.95" in finding.ours
     equality("switchback", [69.9], SEEDS[-1:], state="running")
     assert one(root, "C1", EQUAL) == finding
+    equality("switchback", [69.9], SEEDS[-1:], scale="demo")
+    assert one(root, "C1", EQUAL) == finding
     equality("switchback", [69.9], SEEDS[-1:])
     finding = one(root, "C1", EQUAL)
     assert finding.verdict == HELD and finding.ours.startswith("mini_l -0.10 ")
     assert finding.ours.count("20 seeds") == 3
     assert one(root, "C3", "SwitchBack fp8 matches").verdict == NO_RUNS
+
+
+@pytest.mark.parametrize("last", ["high", "switchback"])
+def test_equality_needs_the_runs_of_both_recipes(equality, last):
+    other = {"high": "switchback", "switchback": "high"}[last]
+    for recipe in (last, other):
+        equality(recipe, [67.0, 67.2], (0, 1), "accuracy_vs_size")
+    equality(other, [70.0] * 20)
+    root = equality(last, [70.0] * 19)
+    assert "2 seeds" in one(root, "C1", EQUAL).ours
+    equality(last, [70.0], SEEDS[-1:])
+    assert "20 seeds" in one(root, "C1", EQUAL).ours
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_steps": 20},
+        {"batch_size": 64},
+        {"model": "mini_b"},
+        {"lr": 1e-3},
+        {"optimizer": "adamw"},
+    ],
+)
+def test_a_smoke_test_of_a_study_is_no_planned_run(equality, keys):
+    root = equality("high", [70.0] * 20, **keys)
+    with pytest.raises(NoRunsError, match="20 of 20 runs: "):
+        Evidence([root]).need_all("equality", "precision.label", ("bf16",))
+
+
+def test_a_value_that_no_planned_run_has_is_refused(equality, spiked):
+    root = equality("high", [70.0] * 20)
+    with pytest.raises(ValueError, match="_mini has precision.label bf16, .*, not bf61$"):
+        Evidence([root]).need_all("equality", "precision.label", ("bf16", "bf61"))
+    for beta2 in STRONG:
+        spiked(WITHOUT, beta2, 2.0, experiment="kq_norm")
+    with pytest.raises(NoRunsError, match="15 of 15 runs"):  # all without KQ norm
+        Evidence([root]).need_all("kq_norm", "intervention.name", (WITH,))
+
+
+def test_a_study_without_a_plan_needs_none(equality):
+    for recipe in ("high", "fp8_switchback"):
+        equality(recipe, [70.0, 70.2], (0, 1), "accuracy_vs_size")
+        root = equality(recipe, [70.0], experiment="")
+    assert one(root, "C3", "SwitchBack fp8 matches").verdict == HELD
 
 
 def test_a_planned_run_is_known_by_what_its_study_varies(equality):
@@ -73,16 +121,17 @@ def test_a_planned_run_is_known_by_what_its_study_varies(equality):
 
 
 def test_an_int8_gradient_in_blocks_is_compared_with_bf16_of_the_same_seeds(equality):
-    equality("high", [70.0] * 5 + [10.0] * 14)
-    root = equality("custom", [69.0, 69.1, 69.2, 68.9, 68.8], size=3.0, products=BLOCKS["products"])
+    equality("high", [70.0] * 4, steps=2000)
+    recalls, products = [69.0, 69.1, 69.2, 68.9, 68.8], BLOCKS["products"]
+    root = equality("custom", recalls, size=3.0, steps=2000, products=products)
     assert one(root, "C6", IN_32).verdict == NO_RUNS
-    equality("high", [10.0], SEEDS[-1:])
+    equality("high", [70.0, 10.0], SEEDS[4:], steps=2000)
     finding = one(root, "C6", IN_32)
     assert finding.verdict == HELD and finding.ours.startswith("mini_l +1.00 [+0.80, +1.20], 5 se")
     assert finding.ours.endswith("at the end: 1.50 times bf16's (1.50 to 1.50)")
 
 
-STEPS, STRONG = 200, (0.98, 0.99, 0.999)
+STEPS, STRONG = 200, (0.98, 0.99, 0.999)  # steps written of 2,000
 WITH, WITHOUT = "kq_norm", "none"
 PROTOCOL = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=20, window=20))
 LOWERS = "KQ layer norm lowers the highest"
@@ -93,14 +142,14 @@ def spiked_fixture(make_run, tmp_path):
     """A function: five runs of AdamW at a beta2, with loss spikes of a height at some steps."""
 
     def make(intervention, beta2, height, at=(100,), seeds=range(5), recall=50.0, **keys):
-        keys = {"experiment": "kq_norm" if intervention == WITH else "stability"} | keys
+        experiment, gpu = ("kq_norm", "H200") if intervention == WITH else ("stability", "H100")
+        keys = {"experiment": experiment, "gpu": gpu} | keys
         for seed in seeds:
             losses = spiking(STEPS, at, height * (1 + 0.01 * seed), 4)
-            make_run(model="mini_l", scale="mini", beta2=beta2, seed=seed, num_steps=STEPS,
+            make_run(beta2=beta2, seed=seed, steps=STEPS, losses=losses, flush=STEPS, tables={},
                      intervention=InterventionConfig(intervention), diagnostics=PROTOCOL,
-                     losses=losses, flush=STEPS, tables={},
                      columns=dict.fromkeys(RECALL, np.full(STEPS, recall / 100)),
-                     **{"gpu": "H200" if intervention == WITH else "H100"} | keys)  # fmt: skip
+                     **PLANNED | keys)  # fmt: skip
         return tmp_path / "runs"
 
     return make

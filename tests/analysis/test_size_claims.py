@@ -143,6 +143,14 @@ def test_as_many_seeds_are_needed_as_the_protocol_plans():
     assert num_seeds(values, size_judges.LOG_MARGIN, ALPHA) < 7
 
 
+def test_the_most_seeds_counted_are_1000():
+    deviation = 3.9470  # at the upper 80% limit, of two values with one of 1
+    for num, needed in ((999, 1000), (1000, None)):
+        room = 1.96234 * deviation / math.sqrt(num)  # t.ppf(0.975, 999)
+        values = pd.Series([1, -1]) / math.sqrt(2)
+        assert num_seeds(values, room * 0.99999, 0.025) == needed
+
+
 def test_a_pair_with_a_diverged_run_decides_nothing(train):
     train("high", BASE)
     root = train("llm_int8", [None, *changed(0, 5, 5)[1:]])
