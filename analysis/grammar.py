@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from analysis import bench, comparison, measures, naming, panels, spike_marks, style
+from analysis.evidence import Sample
 from analysis.load import Runs
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
@@ -119,6 +120,9 @@ class Axis:
         names: the values in order, which stand at equal distances, with their names; else numbers.
         log: whether the axis is logarithmic; None: if its values differ by more than `panels.WIDE`.
         reference: where a line is drawn; values up to `equal` from it have a gray band.
+        where: selects the rows that it shows.
+        interval: the mean of runs with its interval, which is drawn, or None.
+        note: a text about the runs of a row, which stands beside it.
     """
 
     column: str
@@ -127,6 +131,9 @@ class Axis:
     log: bool | None = False
     reference: float | None = None
     equal: float = 0.0
+    where: Select = every
+    interval: Callable[[pd.Series], Sample | None] = lambda _: None
+    note: Callable[[pd.DataFrame], str] = lambda _: ""
 
     def name(self, frame: pd.DataFrame) -> str:
         """The label."""
@@ -134,7 +141,7 @@ class Axis:
 
     def quantity(self, frame: pd.DataFrame) -> str:
         """The label without its unit."""
-        return self.name(frame).partition(" (")[0]
+        return self.name(frame).partition(" (")[0].replace("\n", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +275,7 @@ class Lines(Figure):
             panels.loss_axis(ax, whole)
             panels.draw_chance(ax, frame["batch_size"])
         else:
-            panels.value_axis(ax, self.y.log)
+            panels.value_axis(ax, panels.is_log(frame[self.y.column], self.y.log))
         for _, run in frame.groupby("run"):
             color = self.hue.look(run.iloc[0])[0]
             if run["state"].iloc[0] == "diverged":

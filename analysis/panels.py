@@ -1,4 +1,4 @@
-"""What figures draw with: panels, axes, legends, points of runs, and the line of chance."""
+"""What figures draw with: panels, axes, names, legends, and the line of chance."""
 
 import itertools
 import textwrap
@@ -16,7 +16,6 @@ from scipy.optimize import isotonic_regression
 
 from analysis import naming, style
 
-LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 MANY = 8  # ticks of an axis of numbers
 LONGEST, MOST_LINES = 22, 11  # of names beside a panel: characters of a line, and lines
 SIDES = {
@@ -96,71 +95,18 @@ def _is_late(frame: pd.DataFrame) -> pd.Series:
     return (frame["step"] >= CAP_AFTER * num_steps) | (num_steps < SHORT)
 
 
-def draw_runs(
-    ax: Axes,
-    at: pd.Series,
-    values: pd.Series,
-    *,
-    color: tuple,
-    label: str,
-    means: str = "bar",
-    dashes: str | tuple = "-",
-    marker: str = "o",
-    hollow: pd.Series | None = None,
-    every: Collection[float] = (),
-    spread: pd.Series | float = 0.0,
-) -> None:
-    """A point for each run, a bar or a line for the means, and a cross for a run without a value.
-
-    Points are open where `hollow` is true, and moved sideways by `spread`. A line has a gap at a
-    place of `every` without a run, which a dotted line crosses.
-    """
-    mean = values.groupby(at).mean().dropna()
-    mean = mean.reindex(sorted({*mean.index, *every}))
-    beside_gap = mean.isna().rolling(3, center=True, min_periods=1).max() > 0
-    across = mean.interpolate("index", limit_area="inside").where(beside_gap)
-    looks = {"bar": {"ls": "none", "marker": "_", "ms": 9, "mew": 1.8}, "line": {"ls": dashes}}
-    if means:
-        ax.plot(mean.index, mean, color=color, label=label, **looks[means])
-    if means == "line" and across.any():
-        ax.plot(across.index, across, color=color, lw=0.8, ls=":")
-    at = at + spread
-    filled = values.notna() & ~(hollow if hollow is not None else False)
-    look = {"color": color, "ms": 3 if means else 4, "ls": "none", "marker": marker}
-    ax.plot(at[filled], values[filled], label=None if means else label, **look)
-    if hollow is not None and hollow.any():
-        ax.plot(at[hollow], values[hollow], mfc="white", **look)
-    for place in at[values.isna()]:
-        ax.plot(place, LOW, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
-
-
-def draw_row(
-    ax: Axes, row: int, values: pd.Series, middle: float, color: str | tuple, label: str | None
-) -> None:
-    """A point for each value in a row, a bar at their middle, and a cross for a value of NaN."""
-    ax.plot(values, [row] * len(values), "o", ms=3, color=color)
-    for _ in range(values.isna().sum()):
-        ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
-    ax.plot(middle, row, "|", ms=9, mew=1.8, color=color, label=label)
-
-
-def name_rows(ax: Axes, names: Collection[str]) -> None:
-    """Names the rows of a panel, the first at the top."""
-    ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(len(names) - 0.5, -0.5)
-
-
 def name_places(ax: Axes, names: Collection[str]) -> None:
     """Names the places 0, 1, ... of an x axis, turned if they are too long for a column of text."""
     longest = [max(map(len, name.split("\n"))) for name in names]
     turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    is_wide = sum(longest) + 2 * len(names) > CHARACTERS * style.COLUMN_WIDTH
+    is_wide = sum(longest) + 2 * len(names) > 0.7 * CHARACTERS * style.COLUMN_WIDTH
     ax.set_xticks(range(len(names)), names, **(turned if is_wide else {}))
 
 
 def number_axis(ax: Axes, values: pd.Series) -> None:
     """A logarithmic x axis with a tick at each of a few values."""
     ax.set_xscale("log")
+    ax.xaxis.set_major_formatter("{x:,g}")
     if values.nunique() <= MANY:
         ticks = sorted(values.unique())
         ax.set_xticks(ticks, [naming.number(tick) for tick in ticks], rotation=45, ha="right")
@@ -186,7 +132,7 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
         or max(map(len, of_text), default=0) > LONGEST
         or any(sum(map(len, of_panel.values())) > MOST_LINES for of_panel in texts)
         or not all(
-            isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.8
+            isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.7
             for ax, of_panel in zip(axes, named, strict=True)
             for handle in of_panel.values()
         )
@@ -312,13 +258,28 @@ def _names(ax: Axes) -> list[str]:
     return [text.get_text() for text in ax.get_yticklabels()] if is_fixed else []
 
 
-def value_axis(ax: Axes, log: bool | None) -> None:
-    """A y axis that is logarithmic; None: if its values differ by more than WIDE times."""
-    low, high = ax.dataLim.intervaly
-    if 0 < low < np.inf and (log or (log is None and high > WIDE * low)):
-        style.log_axis(ax)
+def is_log(values: pd.Series, log: bool | None) -> bool:
+    """Whether an axis is logarithmic; None: if its values differ by more than WIDE times."""
+    low, high = values[np.isfinite(values)].agg(["min", "max"])
+    return bool(0 < low < np.inf and (log or (log is None and high > WIDE * low)))
+
+
+def value_axis(ax: Axes, log: bool, name: str = "y") -> None:
+    """An axis of values with some room at its ends."""
+    if log:
+        style.log_axis(ax, name)
     else:
-        ax.margins(y=0.1)
+        ax.margins(**{name: 0.1})
+        ax.locator_params(axis=name, nbins=6 if name == "x" else 9)
+
+
+def name_values(ax: Axes, label: str, name: str) -> None:
+    """Labels an axis of values; one of percentages or losses says if it does not begin at 0."""
+    low, _ = getattr(ax, f"get_{name}lim")()
+    if low > 0 and getattr(ax, f"get_{name}scale")() == "linear":
+        begin, is_unit, unit = label.partition(" (")
+        label = f"{begin} ({unit.removesuffix(')')}{', ' if is_unit else ''}axis not from 0)"
+    getattr(ax, f"set_{name}label")(label)
 
 
 def loss_axis(ax: Axes, frame: pd.DataFrame) -> None:

@@ -29,7 +29,7 @@ from analysis.cli import ChoiceError
 from analysis.comparison import column_of, counted, nearest_key, short, written
 from analysis.grammar import Axis, Figure, Hue, Lines, in_one_panel
 from analysis.load import Runs, load_runs
-from analysis.points import Points
+from analysis.points import Points, Rows
 from lowprec.nearest import nearest
 from lowprec.waiting import doing
 
@@ -117,7 +117,7 @@ def plotted(frame: pd.DataFrame, named: dict[str, str]) -> pd.DataFrame:
     return dotted[["run", *dict.fromkeys(keys)]]
 
 
-def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points:
+def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points | Rows:
     """A point for each run: its last value of y, by the value of a config key in words."""
     keys = tuple(dict.fromkeys(filter(None, [x, facet, *hue.keys])))
     column, panel = (measures.RENAMED.get(key, key) for key in (x, facet))
@@ -141,15 +141,17 @@ def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points:
     values = measures.named_heads(runs)[column]
     is_line = pd.api.types.is_numeric_dtype(values) and values.notna().all()
     places = {written(value): written(value) for value in _in_order(values)}
-    return Points(
-        table=last_values,
-        x=(Axis(column=column, label=short(x), names=lambda _: places),),
-        y=(y,),
-        hue="group",
-        look=hue.look,
-        means="line" if is_line else "bar",
-        facet=facets if facet else in_one_panel,
-    )
+    shared = {"table": last_values, "hue": "group", "look": hue.look}
+    shared["facet"] = facets if facet else in_one_panel
+    if is_line:
+        axis = Axis(column=column, label=short(x), names=lambda _: places)
+        return Points(x=(axis,), y=(y,), **shared)
+
+    def blocks(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+        parts = {place: frame[frame[column] == place] for place in places}
+        return [(naming.setting(x, place), part) for place, part in parts.items() if len(part)]
+
+    return Rows(values=(y,), blocks=blocks, **shared)
 
 
 def _hue(heads: pd.DataFrame, key: str, facet: str) -> Hue:

@@ -1,48 +1,42 @@
-"""`Points`, a row of `analysis/figures`: a point for each run."""
+"""`Points` and `Rows`, rows of the tables of `analysis/figures`: a point for each run."""
 
 import itertools
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis import naming, panels, style
+from analysis import marks, naming, panels, style
 from analysis.grammar import Axis, Facet, Figure, in_one_panel
 from analysis.load import Runs
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-APART, ROOM = 0.2, 0.7  # of the distance of two named values: between hues, and for all of them
-APART_ON_LINES = 0.06
-WRAP = 13  # characters of a line of a hue's name below its points
-CROWD = 8  # runs at one place; more are spread
+SIDE = 0.07  # of the distance of two named values: points that would hide each other move aside
+SHADE = "#F4E3E0"
+HEIGHT, REST = 0.2, 0.6  # inches: of a row, and of all that is below
 
 
 @dataclass(eq=False, kw_only=True)
-class Points(Figure):
-    """A point for each run, by its values on two axes.
+class OfRuns(Figure):
+    """A point for each run, in the color of its hue.
 
     Attributes:
         table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`.
-        x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
         hue: the column whose values have colors; those in `order` come first.
         look: the color and the line style of a hue, by its first row.
         name: the name of a hue, by its first row. What all methods share is left out.
-        means: "bar" at the mean of the runs at one place, "line" through the means, or "".
         hollow: marks the runs that have open points.
         facet: divides the frame into panels, with titles.
     """
 
     table: Callable[[Runs], pd.DataFrame]
-    x: tuple[Axis, ...]
-    y: tuple[Axis, ...]
     hue: str = "method"
     order: tuple = ()
     look: Callable[[pd.Series], tuple] = style.look
     name: Callable[[pd.Series], str] | None = None
-    means: str = "bar"
     hollow: Callable[[pd.DataFrame], pd.Series] | None = None
     facet: Facet = in_one_panel
 
@@ -50,91 +44,16 @@ class Points(Figure):
         """The table of the selected runs."""
         return self.table(self.selected(runs))
 
-    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and pair of axes, with a legend below or names beside lines."""
+    def _sorted(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The frame by hue; methods by precision."""
         frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
-        if self.hue == "method":
-            ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
-            frame = frame.loc[ranks.sort_values(kind="stable").index]
-        parts, labels = self.facet(frame), self._labels(frame)
-        pairs = [(self._axis(x, frame, labels), y) for x, y in self._pairs(frame)]
-        cells = [
-            ("" if i else title, part, *pair)
-            for title, part in parts
-            for i, pair in enumerate(pairs)
-        ]
-        beside = self.means == "line" and all(x.names for x in self.x)
-        axes = panels.grid(canvas, len(cells), 3.0 if beside else 2.5)
-        for (title, part, x, y), ax in zip(cells, axes, strict=True):
-            is_named = not beside or len(parts) > 1 or ax is axes[-1]
-            self.plot(part, ax, x, y, labels if is_named else dict.fromkeys(labels))
-            gray = f"gray: the margin of equality, {y.equal:g}%" if y.equal else ""
-            ax.set_title("\n".join(filter(None, [title, gray])))
-        for y in self.y:
-            shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
-            panels.share_limits(shared)
-            if shared and y.name(frame).endswith("(%)") and shared[0].get_ylim()[0] > 0:
-                for ax in shared:
-                    ax.set_ylabel(y.name(frame).removesuffix(")") + ", axis not from 0)")
-        panels.label_outer(axes)
-        if beside:
-            panels.name_lines(canvas, axes)
-        elif not self.means and len(axes) == 1:
-            panels.name_points(canvas, axes[0])
-        elif self.hue not in (x.column for x, _ in pairs):
-            panels.legend_below(canvas, axes, labels.values())
+        if self.hue != "method":
+            return frame
+        ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+        return frame.loc[ranks.sort_values(kind="stable").index]
 
-    def plot(self, frame: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
-        """One panel."""
-        if y.reference is not None:
-            ends = y.reference - y.equal, y.reference + y.equal
-            ax.axhspan(*ends, color="0.92", lw=0, zorder=0)
-            ax.axhline(y.reference, color=style.OTHER, lw=0.8, zorder=0.5)
-        frame = frame[frame[x.column].notna()]
-        places = self._places(frame, x)
-        every = {*range(len(x.names(frame)))} if x.names else {*places}
-        for i, (hue, part) in enumerate(frame.groupby(self.hue, sort=False)):
-            color, dashes = self.look(part.iloc[0])
-            panels.draw_runs(
-                ax, places[part.index], part[y.column],
-                color=color, label=labels[hue], means=self.means, dashes=dashes,
-                marker="o" if self.means else MARKERS[i % len(MARKERS)],
-                hollow=self.hollow(part) if self.hollow else None,
-                spread=self._spread(places[part.index]) if x.names else 0.0,
-                every=every - {*places[part.index].round()} if self.means == "line" else (),
-            )  # fmt: skip
-        ax.set(xlabel=x.name(frame), ylabel=y.name(frame))
-        if x.names:
-            named = x.names(frame)
-            panels.name_places(ax, named.values())
-            room = 0.3 if self.means == "line" else 0.5
-            ax.set_xlim(-room, len(named) - 1 + room)
-        elif x.log:
-            panels.number_axis(ax, frame[x.column])
-        panels.value_axis(ax, y.log)
-
-    def words(self, frame: pd.DataFrame) -> str:
-        """The y axes."""
-        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame)))
-
-    def caption(self, frame: pd.DataFrame) -> str:
-        """Adds what points are."""
-        means = f"; {self.means}s: their means" if self.means else ""
-        means += ", dotted across a value without runs" * (self.means == "line")
-        return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
-
-    def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
-        """The pairs of axes on which a run has both values, or else the first pair."""
-        pairs = list(itertools.product(self.x, self.y))
-        drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
-        return list(itertools.compress(pairs, drawn)) or pairs[:1]
-
-    def _axis(self, x: Axis, frame: pd.DataFrame, labels: dict) -> Axis:
-        """`x`; if it has one value and runs have bars, an axis that names their hues instead."""
-        if self.means != "bar" or not x.names or len(x.names(frame)) > 1:
-            return x
-        names = {hue: textwrap.fill(labels[hue], WRAP) for hue in frame[self.hue].unique()}
-        return Axis(column=self.hue, label=x.names(frame).popitem()[1], names=lambda _: names)
+    def _rank(self, hue: str) -> int:
+        return self.order.index(hue) if hue in self.order else len(self.order)
 
     def _labels(self, frame: pd.DataFrame) -> dict[str, str]:
         heads = frame.drop_duplicates(self.hue).set_index(self.hue, drop=False)
@@ -147,25 +66,202 @@ class Points(Figure):
             shared = f"{naming.precision(precisions[0])}, " if len(precisions) == 1 else ", , "
         return {hue: name.replace(shared, "") for hue, name in names.items()}
 
-    def _rank(self, hue: str) -> int:
-        return self.order.index(hue) if hue in self.order else len(self.order)
 
-    def _places(self, frame: pd.DataFrame, x: Axis) -> pd.Series:
-        """The place of each row; hues stand side by side at a value with a name."""
-        values, hues = frame[x.column], frame[self.hue]
-        if not x.names:
-            return values.astype(float)
-        at = values.map(list(x.names(frame)).index).astype(float)
-        there = pd.DataFrame({"at": at, "hue": hues}).drop_duplicates()
-        num = there.groupby("at")["hue"].transform("size")
-        shifts = there.groupby("at").cumcount() - (num - 1) / 2
-        apart = APART_ON_LINES if self.means == "line" else min(APART, ROOM / num.max())
-        shifts = shifts.set_axis(pd.MultiIndex.from_frame(there)) * apart
-        return at + shifts.loc[zip(at, hues, strict=True)].to_numpy()
+@dataclass(eq=False, kw_only=True)
+class Points(OfRuns):
+    """A point for each run, by its values on two axes.
+
+    Attributes:
+        x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
+        means: whether a line joins the means of the runs at one place.
+        shade: the value of x from which on panels are shaded, with the reason, or None.
+    """
+
+    x: tuple[Axis, ...]
+    y: tuple[Axis, ...]
+    means: bool = True
+    shade: Callable[[pd.DataFrame], tuple[float, str] | None] = lambda _: None
+
+    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
+        """A panel for each facet and pair of axes, with names beside lines or points."""
+        frame = self._sorted(frame)
+        parts, labels = self.facet(frame), self._labels(frame)
+        cells = [
+            ("" if i else title, part, *pair)
+            for title, part in parts
+            for i, pair in enumerate(self._pairs(frame))
+        ]
+        axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
+        for (title, part, x, y), ax in zip(cells, axes, strict=True):
+            self.plot(part, ax, x, y, labels)
+            ax.set_title(title or f"gray: equal within {y.equal:g}%" * (y.equal > 0))
+        for y in self.y:
+            shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
+            panels.share_limits(shared)
+            for ax in shared:
+                panels.name_values(ax, y.name(frame), "y")
+        panels.label_outer(axes)
+        if self.means:
+            panels.name_lines(canvas, axes)
+        else:
+            panels.name_points(canvas, axes[0])
+
+    def plot(self, whole: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
+        """One panel."""
+        frame = y.where(whole[whole[x.column].notna()])
+        named = x.names(whole) if x.names else {}
+        places = frame[x.column].map([*named].index) if named else frame[x.column]
+        places, values = places.astype(float), frame[y.column]
+        is_log = panels.is_log(values, y.log)
+        spread = SIDE * marks.spread(places, values, is_log) if self.means else 0 * places
+        shapes = {}
+        for hue, part in frame.groupby(self.hue, sort=False):
+            color, dashes = self.look(part.iloc[0])
+            marks.draw_runs(
+                ax, places[part.index], values[part.index],
+                color=color, label=labels[hue], means=self.means, dashes=dashes,
+                marker="o" if self.means else shapes.setdefault(color, MARKERS[len(shapes)]),
+                hollow=self.hollow(part) if self.hollow else None,
+                spread=spread[part.index] if named else 0.0,
+                every=range(len(named)) if named else places,
+            )  # fmt: skip
+        ax.set_xlabel(x.name(frame))
+        if named:
+            panels.name_places(ax, named.values())
+            ax.set_xlim(-0.3, len(named) - 0.7)
+        elif x.log:
+            panels.number_axis(ax, frame[x.column])
+        panels.value_axis(ax, is_log)
+        if y.reference is not None:
+            marks.draw_reference(ax, y.reference, y.equal, "y")
+        if shade := self.shade(whole):
+            start = [*named].index(shade[0]) - 0.5
+            ax.axvspan(start, ax.get_xlim()[1], color=SHADE, lw=0, zorder=0)
+            look = {"va": "top", "fontsize": 6.5, "transform": ax.get_xaxis_transform()}
+            ax.text(start, 0.99, f" {shade[1]}", **look)
+
+    def words(self, frame: pd.DataFrame) -> str:
+        """The y axes."""
+        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame)))
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Adds what points are."""
+        means = "; lines: their means, dotted across a value without runs" * self.means
+        return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
+
+    def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
+        """The pairs of axes on which a run has both values, or else the first pair."""
+        pairs = list(itertools.product(self.x, self.y))
+        drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
+        return list(itertools.compress(pairs, drawn)) or pairs[:1]
+
+
+@dataclass(eq=False, kw_only=True)
+class Rows(OfRuns):
+    """A row for each hue: a point for each run, and a bar at their mean with its interval.
+
+    A vertical line is at the mean of the row in bf16, if a block or the panel has one.
+
+    Attributes:
+        values: each of these axes has a panel if a run has its value; else there is a cross.
+        blocks: divides the rows of a panel into blocks, with titles.
+        key: what colors mean, the title of panels without one.
+        size: width, in columns of text, of a panel.
+    """
+
+    values: tuple[Axis, ...]
+    blocks: Facet = in_one_panel
+    key: str = ""
+    size: float = 1.0
+
+    def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
+        """A panel for each facet and axis."""
+        frame = self._sorted(frame)
+        labels, shown = self._labels(frame), self._drawn(frame)
+        is_shown = pd.concat([axis.where(frame) for axis in shown]).index
+        parts = [
+            (title, self._rows(part, labels))
+            for title, part in self.facet(frame[frame.index.isin(is_shown)])
+        ]
+        num = len(parts) * len(shown)
+        height = REST + HEIGHT * max(len(rows) for _, rows in parts)
+        axes = panels.grid(canvas, num, height)
+        canvas.set_figwidth(self.size * canvas.get_figwidth())
+        cells = itertools.product(parts, shown)
+        for ((title, rows), axis), ax in zip(cells, axes, strict=True):
+            self.plot(rows, ax, axis)
+            ax.set_title(title or self.key * (ax is axes[0]))
+        panels.label_outer(axes)
+
+    def plot(self, rows: list[tuple[str, pd.DataFrame]], ax: Axes, axis: Axis) -> None:
+        """One panel: names of rows with their runs, and titles of blocks without runs."""
+        parts = [axis.where(part) if len(part) else part for _, part in rows]
+        places = pd.concat([pd.Series(i, part.index) for i, part in enumerate(parts)])
+        whole = pd.concat(parts)
+        values = whole[axis.column].astype(float)
+        is_log = panels.is_log(values, axis.log)
+        spread = marks.spread(places, values, is_log)
+        for i, part in enumerate(parts):
+            if len(part):
+                own = values[part.index]
+                sample = axis.interval(own)
+                hollow = self.hollow(part) if self.hollow else None
+                marks.draw_row(
+                    ax, i, own, sample.mean if sample else own.mean(), self.look(part.iloc[0])[0],
+                    spread=spread[part.index], hollow=hollow,
+                    ends=(sample.low, sample.high) if sample else None, note=axis.note(part),
+                )  # fmt: skip
+        self._mark_bf16(parts, ax, axis.column)
+        panels.value_axis(ax, is_log, "x")
+        panels.name_values(ax, axis.name(whole), "x")
+        marks.name_rows(ax, [name for name, _ in rows], [not len(part) for part in parts])
+        if axis.reference is not None:
+            equal = axis.equal * self._has_interval(axis, whole)
+            marks.draw_reference(ax, axis.reference, equal, "x")
+            text = f"equal within {equal:g}%" if equal else "bf16"
+            look = {"ha": "center", "va": "center", "fontsize": 6.5, "color": style.OTHER}
+            ax.text(axis.reference, 0, text, **look)
+
+    def _rows(self, frame: pd.DataFrame, labels: dict) -> list[tuple[str, pd.DataFrame]]:
+        """Names of rows with their runs; before those of a block, its title without runs."""
+        rows = []
+        for title, block in self.blocks(frame):
+            named = [(labels[hue], part) for hue, part in block.groupby(self.hue, sort=False)]
+            rows += [(title, block[:0])] * (title not in ("", named[0][0])) + named
+        return rows
 
     @staticmethod
-    def _spread(places: pd.Series) -> pd.Series:
-        """How far each of more than CROWD runs at one place moves sideways."""
-        crowd = places.groupby(places)
-        size, rank = crowd.transform("size"), crowd.cumcount()
-        return (0.3 * (rank / (size - 1) - 0.5)).where(size > CROWD, 0)
+    def _mark_bf16(parts: list[pd.DataFrame], ax: Axes, column: str) -> None:
+        """A line at the mean of the only row in bf16, or of that of each block, besides others."""
+        is_base = [set(part["precision"]) == {"bf16"} for part in parts]
+        blocks = np.cumsum([part.empty and sum(is_base) > 1 for part in parts])
+        for block in set(blocks):
+            rows = [i for i, part in enumerate(parts) if blocks[i] == block and len(part)]
+            bases = [i for i in rows if is_base[i]]
+            if len(bases) == 1 < len(rows):
+                middle = parts[bases[0]][column].mean()
+                ax.vlines(middle, rows[0] - 0.5, rows[-1] + 0.5, color=style.OTHER, lw=0.8,
+                          zorder=0.5)  # fmt: skip
+
+    def words(self, frame: pd.DataFrame) -> str:
+        """The axes."""
+        return naming.join(axis.quantity(frame) for axis in self._drawn(frame))
+
+    def caption(self, frame: pd.DataFrame) -> str:
+        """Adds what points are."""
+        text = "Points: runs; bars: their means; a cross: a run without a value."
+        return f"{super().caption(frame)} {text}"
+
+    def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
+        """The axes of which a run has a value, or else the first one.
+
+        An axis with a margin of equality is last if there is no interval.
+        """
+        drawn = [axis for axis in self.values if frame[axis.column].notna().any()]
+        drawn.sort(key=lambda axis: axis.equal > 0 and not self._has_interval(axis, frame))
+        return drawn or [self.values[0]]
+
+    def _has_interval(self, axis: Axis, frame: pd.DataFrame) -> bool:
+        """Whether the runs of a row have an interval."""
+        rows = axis.where(frame).groupby([self.hue, "model"])[axis.column]
+        return any(axis.interval(values) is not None for _, values in rows)

@@ -46,7 +46,7 @@ def compare(records: Evidence, one: str, other: str, how: str) -> Finding:
     """
     by_model = changes(records, one, other)
     *_, (model, values) = by_model.items()
-    ours = "; ".join(f"{naming.model(name)} {_percent(x)}" for name, x in by_model.items())
+    ours = "; ".join(f"{naming.model(name)} {percent(x)}" for name, x in by_model.items())
     ours = f"validation loss, %, 90%: {ours}"
     if diverged := int(np.isinf(values).sum()):
         return Finding(ours, UNDECIDED, f"one run of a pair diverged in {diverged} of its seeds")
@@ -250,8 +250,8 @@ def _p_values(records: Evidence, model: str) -> dict[tuple[str, str], float]:
     return p_values
 
 
-def _percent(logs: pd.Series) -> str:
+def percent(logs: pd.Series) -> Sample:
     """Mean and 90% interval of finite logarithms of ratios, as changes in %."""
     sample = Sample.of(logs[np.isfinite(logs)], TWO_ONE_SIDED)
     ends = (100 * math.expm1(value) for value in (sample.mean, sample.low, sample.high))
-    return str(Sample(*ends, sample.num))
+    return Sample(*ends, sample.num)

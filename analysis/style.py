@@ -25,6 +25,7 @@ COLUMN_WIDTH = 3.4  # inches
 SMOOTHING = 40  # steps, arXiv:2304.13013
 OTHER = "#666666"
 RMS = "#0072B2"  # RMS_t and its spikes
+INT8_GRADIENT = PRECISIONS["llm_int8"][1]
 
 
 def style() -> AbstractContextManager:
@@ -87,14 +88,14 @@ def look_of_precision(head: pd.Series) -> tuple[tuple[float, float, float], str]
     return color(head["precision"], "", head["variant"]), "-"
 
 
-def log_axis(ax: Axes) -> None:
+def log_axis(ax: Axes, name: str = "y") -> None:
     """A logarithmic axis: 0.2, 0.5, 1, 2, 5, or more of them, or only powers of ten."""
-    ax.set_yscale("log")
-    bottom, top = ax.get_ylim()
-    subs = (1.2, 1.5, 2, 3, 4, 5, 7) if top < 6 * bottom else (2, 5) if top < 300 * bottom else ()
-    ax.yaxis.set_minor_locator(LogLocator(subs=subs))
+    getattr(ax, f"set_{name}scale")("log")
+    axis, (low, high) = getattr(ax, f"{name}axis"), getattr(ax, f"get_{name}lim")()
+    subs = (1.2, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (2, 5) if high < 300 * low else ()
+    axis.set_minor_locator(LogLocator(subs=subs))
     for which in ("major", "minor"):
-        getattr(ax.yaxis, f"set_{which}_formatter")("{x:g}")
+        getattr(axis, f"set_{which}_formatter")("{x:,g}")
 
 
 def smooth(series: pd.Series) -> pd.Series:

@@ -6,8 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import comparison, measures, naming, panels, paper, run_files, style
-from analysis.grammar import ANYTHING, Panels, by, by_model
+from analysis.figures.scores import weight_gradient
+from analysis.grammar import ANYTHING, Axis, Panels, by, by_model
 from analysis.load import NoRunsError, Runs
+from analysis.points import Rows
 from analysis.run_files import as_path
 
 OF_INTERVENTIONS = ("intervention.name",)
@@ -40,8 +42,13 @@ def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
 SIZE_STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
 BF16, ROUNDING = "bf16", "bf16, other rounding"
 EARLY = 0.1  # of the steps: the early record
-INT8_GRADIENT = "int8 weight gradient"
-INT8_RECIPES = ("LLM.int8()", f"{INT8_GRADIENT} only")  # in which it is in int8
+GRADIENTS = {  # in print: formats of the weight gradient
+    "weight gradient in int8": ("int8",),
+    "weight gradient in 4 bits (e2m1)": ("e2m1",),
+    "weight gradient in fp8": ("e4m3", "e5m2"),
+    "weight gradient in 16 bits": ("",),
+    ROUNDING: (ROUNDING,),
+}
 
 
 def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
@@ -77,9 +84,10 @@ def sizes(runs: Runs) -> pd.DataFrame:
         text = "no run agrees in all but its recipe with a bf16 run of experiment="
         raise NoRunsError(f"{runs.root}: {text}{SIZE_STUDIES[0]}")
     heads = measures.named_heads(runs)
-    recipes = measures.with_recipe(heads)["recipe"].map(naming.precision)
-    heads["recipe"] = recipes.where(heads["experiment"] != "rounding", ROUNDING)
-    columns = (*measures.OF_A_RUN, "recipe", "at", "step", "feature_mean", "ratio")
+    recipes = measures.with_recipe(heads)["recipe"]
+    for column, name in (("recipe", naming.precision), ("gradient", weight_gradient)):
+        heads[column] = recipes.map(name).where(heads["experiment"] != "rounding", ROUNDING)
+    columns = (*measures.OF_A_RUN, "recipe", "gradient", "at", "step", "feature_mean", "ratio")
     frame = measures.by_run(runs, heads, columns, _sizes)
     of_runs = frame.set_index(["run", "at", "step"])["feature_mean"]
     bases = zip(frame["run"].map(_paired(runs.runs)), frame["at"], frame["step"], strict=True)
@@ -93,35 +101,19 @@ def _sizes(run: Runs, head: dict) -> pd.DataFrame:
     return pd.concat(records).rename(columns={"size": "feature_mean"})
 
 
-def plot_sizes(frame: pd.DataFrame, ax: Axes) -> None:
-    """One row per recipe and model, the largest mean at the top; open: the early record."""
+def look_of_gradient(head: pd.Series) -> tuple:
+    """Green for an int8 weight gradient, gray for bf16, and blue for others."""
+    colors = {"int8": style.INT8_GRADIENT, ROUNDING: style.OTHER}
+    return colors.get(head["gradient"], style.RMS), "-"
+
+
+def by_gradient(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Blocks of recipes with the same format of the weight gradient, without bf16."""
     frame = frame[frame["recipe"] != naming.precision(BF16)]
-    rows = frame.groupby(["model", "recipe"])
-    means = frame[frame["at"] == "last"].groupby(["model", "recipe"])["ratio"].mean().sort_values()
-    colors = {INT8_GRADIENT: naming.PRECISIONS["llm_int8"][1], "other recipes": "black",
-              ROUNDING: style.OTHER}  # fmt: skip
-    for place, key in enumerate(means.index):
-        part = rows.get_group(key)
-        is_int8 = key[1].startswith(INT8_RECIPES)
-        color = colors[INT8_GRADIENT] if is_int8 else colors.get(key[1], "black")
-        for at, shift, face in (("early", -0.18, "white"), ("last", 0.12, color)):
-            ratios = part.loc[part["at"] == at, "ratio"]
-            ax.plot(ratios, [place + shift] * len(ratios), "o", ms=3, mfc=face, mec=color, mew=0.7)
-    for name, color in colors.items():
-        ax.plot([], [], "o", ms=3, color=color, label=name)
-    ax.plot([], [], "o", ms=3, color="black", mfc="white", label=f"first {EARLY:.0%} of the steps")
-    ax.axvline(1, color=style.OTHER, lw=0.8, zorder=0)
-    ax.set_xscale("log")
-    ends = ax.get_xlim()
-    ticks = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 2.5, 3, 4, 6, 10, 20, 50, 100)
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.minorticks_off()
-    ax.set_xlim(ends)
-    several = frame["model"].nunique() > 1
-    names = [name + (f", {naming.model(model)}" if several else "") for model, name in means.index]
-    ax.set_yticks(range(len(means)), names)
-    ax.set_xlabel(r"$\mathrm{E}[|x|]$ of the last vision block, relative to bf16")
-    ax.grid(visible=False, axis="y")
+    parts = {name: frame[frame["gradient"].isin(formats)] for name, formats in GRADIENTS.items()}
+    return [
+        (f"{name}: {part['run'].nunique()} runs", part) for name, part in parts.items() if len(part)
+    ]
 
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
@@ -250,16 +242,29 @@ FIGURES = {
         text="Dotted: the first record; solid: the last. After figure 5 (right), arXiv:2304.13013, "
         "which begins at initialization.",
     ),
-    "feature_size": Panels(
+    "feature_size": Rows(
         studies=SIZE_STUDIES,
         same_but=ANYTHING,
         where=beside_bf16,
         table=sizes,
-        plots=(plot_sizes,),
-        size=(1.7, 4.3),
+        values=(
+            Axis(
+                column="ratio",
+                label="mean absolute value of the last vision block's output,\nrelative to bf16",
+                log=True,
+                reference=1,
+            ),
+        ),
+        hue="at",
+        order=("last", "early"),
+        blocks=by_gradient,
+        look=look_of_gradient,
+        name=lambda head: f"step {head['step']:,}",
+        size=1.7,
         what="E[abs(x)] of the output of the last block of the vision tower",
-        text="Divided by that of the bf16 run with the same seed, at the last record (filled) and "
-        f"at the last of the first {EARLY:.0%} of the steps (open).",
+        text="Divided by that of the bf16 run with the same seed, at the last record "
+        f"and at the last of the first {EARLY:.0%} of the steps, by the format of the weight "
+        "gradient.",
     ),
     "gradient_magnitude": Panels(
         studies=("gradient_magnitude",),

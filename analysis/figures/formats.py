@@ -5,16 +5,14 @@ Not in the paper, which precedes most of the formats.
 
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
-from analysis import comparison, measures, naming, panels, style
-from analysis.figures.scores import MEASURES, SCORES, scores
-from analysis.grammar import Axis, Panels
+from analysis import comparison, measures, naming
+from analysis.figures.scores import GREEN, MEASURES, SCORES, look_by_gradient, scores
 from analysis.load import Runs
+from analysis.points import Rows
 from lowprec.nn.recipe import RECIPES, Operand
 
 SCALE_BITS = {"float32": 32, "e8m0": 8, "e4m3": 8}
@@ -60,38 +58,29 @@ def _bits(operand: Operand) -> float:
     return (1 + int(parts[1]) + int(parts[2]) if parts else 8) + scale
 
 
-CLASSES = {  # least bits: (in print, color)
-    16: ("16 bits", style.OTHER),
-    9: ("some products or steps in 16 bits", naming.PRECISIONS["switchback"][1]),
-    6: ("8 bits", naming.OPTIMIZERS["stable_adamw"][2]),
-    0: ("4 bits", naming.PRECISIONS["fp8_switchback"][1]),
-}
+CLASSES = {16: "16 bits", 9: "some products or steps in 16 bits", 6: "8 bits", 0: "4 bits"}  # least
 
 
-def plot_formats(frame: pd.DataFrame, ax: Axes, y: Axis) -> None:
-    """A row for each method, by bits: a bar at the mean, a cross at the edge without a value."""
-    for row, (_, part) in enumerate(frame.groupby("method", sort=False)):
-        name, color = next(look for least, look in CLASSES.items() if part["bits"].iloc[0] >= least)
-        panels.draw_row(ax, row, part[y.column], part[y.column].mean(), color, name)
-    heads = frame.drop_duplicates("method")
-    names = [
-        f"{naming.precision(h.precision)}, {round(h.bits, 2):g} bits" for h in heads.itertuples()
-    ]
-    panels.name_rows(ax, names)
-    ax.set_xlabel(y.name(frame).removesuffix(")") + (", " if "(" in y.name(frame) else " (")
-                  + "axis not from 0)")  # fmt: skip
+def by_class(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Blocks of formats with about as many bits, those with the most bits first."""
+    frame = frame.sort_values("bits", ascending=False, kind="stable")
+    names = frame["bits"].map(lambda bits: next(CLASSES[k] for k in CLASSES if bits >= k))
+    return [*frame.groupby(names, sort=False)]
 
 
 FIGURES = {
-    "formats": Panels(
+    "formats": Rows(
         studies=("formats", "accuracy_vs_size"),
         same_but=("precision.label",),
         table=by_bits,
-        plots=tuple(partial(plot_formats, y=score) for score in SCORES),
-        size=(1, 3),
+        values=SCORES,
+        blocks=by_class,
+        look=look_by_gradient,
+        key=GREEN,
+        name=lambda head: f"{naming.precision(head['precision'])}, {round(head['bits'], 2):g} bits",
         what="mean R@1 and validation loss",
-        text="Bits: mean over the operands of a layer's three products, with the scales of tiles; "
-        "a product left in 16 bits counts as 16, and a run that changes its format as the mean "
-        "over its steps. Points: runs; bars: their means; a cross: a run without a value.",
+        text="Bits: the mean over the operands of a layer's three products, "
+        "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
+        "its format as the mean over its steps. Green: an int8 weight gradient.",
     )
 }

@@ -8,11 +8,12 @@ import numpy as np
 import pandas as pd
 
 from analysis import comparison, measures, naming, spike_marks, style
+from analysis.evidence import Sample
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
-from analysis.points import Points
-from analysis.size_judges import MARGIN
-from lowprec.nn.recipe import PRODUCTS
+from analysis.points import Points, Rows
+from analysis.size_judges import MARGIN, TRAINS, percent
+from lowprec.nn.recipe import PRODUCTS, RECIPES
 from lowprec.runs.read import ENDED
 
 TOP1, RECALL = "zero-shot top-1", "mean R@1"
@@ -60,9 +61,12 @@ def accuracies(runs: Runs) -> pd.DataFrame:
 
 
 def named_by_exception(head: pd.Series) -> str:
-    """The method of a run, with its autocast if that is not bf16 where methods differ in it."""
+    """The method of a run, with what is unusual: another autocast than bf16, or simulation."""
     pattern = r" \(autocast=(\w+), scaler=\w+\)"
-    return re.sub(pattern, lambda text: f", {text[1]}".replace(", bf16", ""), head["method"])
+    name = re.sub(pattern, lambda text: f", {text[1]}".replace(", bf16", ""), head["method"])
+    recipe = RECIPES.get(head["precision"])
+    is_simulated = recipe and any(recipe.products) and not recipe.is_native
+    return name + ", simulated" * bool(is_simulated)
 
 
 def accuracy_by_beta2(runs: Runs) -> pd.DataFrame:
@@ -96,9 +100,8 @@ def one_narrow_product(runs: Runs) -> pd.DataFrame:
 
 
 ROUNDING, SEEDS, OTHERS = "rounding alone", "seeds", "seeds of other\nrecipes, centered"
-ARMS = {ROUNDING: style.color("bf16", "stable_adamw"), SEEDS: style.color("bf16", "adamw_clip"),
-        OTHERS: style.OTHER}  # fmt: skip
-ARMS_IN_PRINT = {ROUNDING: f"{ROUNDING}\n(open: not compiled)"}
+ARMS = {ROUNDING: "bf16, one seed, rounding differs", SEEDS: "bf16, seeds",
+        OTHERS: "8-bit recipes, seeds, centered"}  # in print  # fmt: skip
 
 
 def arms_of_rounding(runs: Runs) -> pd.DataFrame:
@@ -118,6 +121,18 @@ def arms_of_rounding(runs: Runs) -> pd.DataFrame:
     arms = [heads[same].assign(arm=ROUNDING), seeds.assign(arm=SEEDS), others.assign(arm=OTHERS)]
     frame = pd.concat(arms, ignore_index=True)[["arm", *measures.OF_A_RUN, "compile", *MEASURES]]
     return frame[frame[list(MEASURES)].notna().any(axis=1)]
+
+
+def deviation(column: str, part: pd.DataFrame) -> str:
+    """The standard deviation of runs within recipes: `0.73`, or in % of the mean of losses."""
+    rest = part[column] - part.groupby("precision")[column].transform("mean")
+    num = len(part) - part["precision"].nunique()
+    if not num:
+        return ""
+    sigma = np.sqrt((rest**2).sum() / num)
+    if column == "recall":
+        return rf"$\sigma$ = {sigma:.2f}"
+    return rf"$\sigma$ = {100 * sigma / part[column].mean():.1f}%"
 
 
 EARLY = 0.2  # of the steps: the record of features
@@ -169,13 +184,28 @@ def _early_size(run: Runs, head: dict) -> pd.DataFrame:
 def at_step(frame: pd.DataFrame) -> str:
     """The label of the features relative to bf16."""
     step = naming.join(f"{step:,}" for step in sorted(frame["step"].unique()))
-    return rf"$\mathrm{{E}}[|x|]$ at step {step}, relative to bf16"
+    return f"mean absolute value of the last vision\nblock, step {step}, relative to bf16"
 
 
 def look_of_recipe(head: pd.Series) -> tuple:
     """The color of a recipe; bf16 is gray."""
     recipe = head["recipe"]
     return style.OTHER if recipe == "bf16" else style.color(recipe, "stable_adamw"), "-"
+
+
+def look_by_gradient(head: pd.Series) -> tuple:
+    """Gray for bf16, green for an int8 weight gradient, and blue for other recipes."""
+    recipe = head.get("recipe", head["precision"])
+    shade = style.INT8_GRADIENT if weight_gradient(recipe) == "int8" else style.RMS
+    return style.OTHER if recipe == "bf16" else shade, "-"
+
+
+def weight_gradient(recipe: str) -> str:
+    """The format of the output gradient in the weight gradient of a recipe; "" in 16 bits."""
+    if " " in recipe:
+        return recipe.removeprefix("grad_weight ") if recipe.startswith("grad_weight") else ""
+    product = RECIPES[recipe].grad_weight if recipe in RECIPES else None
+    return product.first.format if product else ""
 
 
 def loss_by_rate(runs: Runs) -> pd.DataFrame:
@@ -185,15 +215,26 @@ def loss_by_rate(runs: Runs) -> pd.DataFrame:
     return frame[[*measures.OF_A_RUN, "recipe", "validation_loss", "loss_change"]]
 
 
+def degraded(frame: pd.DataFrame) -> tuple[float, str] | None:
+    """The lowest learning rate from which on no run trains."""
+    above = frame["validation_loss"] - in_bf16(frame)["validation_loss"].min()
+    trains = (above <= TRAINS).groupby(frame["lr"]).any()
+    from_here = [lr for lr in trains.index if not trains[lr:].any()]
+    return (from_here[0], "all runs degraded") if from_here else None
+
+
+def by_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The runs of each format of a narrow product, and those without one."""
+    is_wide = frame["product"] == ""
+    formats = sorted(frame.loc[~is_wide, "format"].unique(), reverse=True)  # int8 first
+    return [
+        (f"one product in {name}", frame[is_wide | (frame["format"] == name)]) for name in formats
+    ]
+
+
 def rates(frame: pd.DataFrame) -> dict[float, str]:
-    """The learning rates, with their numbers of seeds."""
-    names = {}
-    for rate, part in frame.groupby("lr"):
-        num = part.groupby("recipe")["seed"].nunique()
-        least, most = num.min(), num.max()
-        seeds = comparison.counted(most, "seed")
-        names[rate] = f"{naming.number(rate)}\n{seeds if least == most else f'{least}-{seeds}'}"
-    return names
+    """The learning rates, with their names."""
+    return {lr: naming.number(lr) for lr in sorted(set(frame["lr"]))}
 
 
 def recall_and_size(runs: Runs) -> pd.DataFrame:
@@ -218,8 +259,8 @@ def logits(runs: Runs) -> pd.DataFrame:
     heads = measures.with_scores(runs, measures.named_heads(runs))
     changes = {name: f", {in_print}" for name, (in_print, _) in naming.INTERVENTIONS.items()}
     heads["setting"] = [
-        f"{naming.model(head.model)}, lr {naming.number(head.lr)}, batch {head.batch_size:,}"
-        + changes.get(head.intervention, "").replace(", no change", "")
+        f"{naming.model(head.model)}, learning rate {naming.number(head.lr)}, "
+        f"batch {head.batch_size:,}" + changes.get(head.intervention, "").replace(", no change", "")
         for head in heads.itertuples()
     ]
     columns = (*measures.OF_A_RUN, "setting", "step", "logit_max", "recall")
@@ -227,7 +268,7 @@ def logits(runs: Runs) -> pd.DataFrame:
     return frame[frame["recall"].notna()].reset_index(drop=True)
 
 
-USUAL = ("lr 2e-3", "batch 1,024")  # left out of names of settings
+USUAL = ("learning rate 2e-3", "batch 1,024")  # left out of names of settings
 
 
 def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
@@ -254,18 +295,44 @@ def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
     return comparison.distinct(spike_marks.of_adamw(heads))
 
 
+def in_bf16(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of bf16."""
+    return frame[frame["recipe"] == "bf16"]
+
+
+def beside_bf16(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of other recipes than bf16."""
+    return frame[frame["recipe"] != "bf16"]
+
+
+def mean_change(changes: pd.Series) -> Sample | None:
+    """The mean of three or more changes in %, and its 90% interval, both of their logarithms."""
+    return percent(np.log1p(changes / 100)) if len(changes) > 2 else None
+
+
+def change_in_words(part: pd.DataFrame) -> str:
+    """`+0.8 (-1.0 to 2.7)`: `mean_change` of a row."""
+    sample = mean_change(part["loss_change"])
+    text = f"{sample.mean:+.1f} ({sample.low:.1f} to {sample.high:.1f})" if sample else ""
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
 LOSS_CHANGE = Axis(column="loss_change", label="validation loss relative to bf16 (%)",
                    reference=0, equal=MARGIN)  # fmt: skip
-COLORS = {"int8": "#D55E00", "e3m2": "#009E73", "e2m1": "#CC79A7"}  # format: color
 PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
-    "none", "output", "input\ngradient", "weight\ngradient"), strict=True))  # fmt: skip
+    "none (bf16)", "output", "input gradient", "weight gradient"), strict=True))  # fmt: skip
+GREEN = "green: int8 weight gradient"
+PRODUCT_COLORS = {"": style.OTHER, "grad_weight": style.INT8_GRADIENT}
 FIGURES = {
-    "accuracy_vs_size": Points(
+    "accuracy_vs_size": Rows(
         studies=("accuracy_vs_size",),
         table=accuracies,
-        x=(Axis(column="model", label="", names=models_of),),
-        y=(Axis(column="accuracy", label=lambda frame: f"{frame['metric'].iloc[0]} (%)"),),
+        values=(Axis(column="accuracy", label=lambda frame: f"{frame['metric'].iloc[0]} (%)"),),
+        blocks=by_model,
+        look=look_by_gradient,
+        key=GREEN,
         name=named_by_exception,
+        size=1.4,
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -273,49 +340,49 @@ FIGURES = {
         table=accuracy_by_beta2,
         x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
         y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
-        means="line",
         facet=by_model,
         text="After figure 10, arXiv:2304.13013.",
     ),
-    "one_product": Points(
+    "one_product": Rows(
         studies=("one_product", "accuracy_vs_size"),
         same_but=("precision.label",),
         where=in_16_bits_beside("one_product"),
         table=one_narrow_product,
-        x=(Axis(column="product", label="narrow product", names=lambda _: PRODUCTS_IN_PRINT),),
-        y=(SCORES[0], replace(SCORES[1], log=True)),
-        hue="format",
-        order=tuple(COLORS),
-        name=lambda head: {"e2m1": "e2m1 (FP4)"}.get(head["format"], head["format"]),
-        look=lambda head: (COLORS.get(head["format"], style.look(head)[0]), "-"),
-        text="The operands of one product of each layer have the format of the legend, and its "
+        values=SCORES[:1],
+        hue="product",
+        order=tuple(PRODUCTS_IN_PRINT),
+        name=lambda head: PRODUCTS_IN_PRINT[head["product"]],
+        look=lambda head: (PRODUCT_COLORS.get(head["product"], style.RMS), "-"),
+        facet=by_format,
+        text="The operands of one product of each layer have the format of the panel, and its "
         "other products run in 16 bits.",
     ),
-    "rounding": Points(
+    "rounding": Rows(
         studies=("rounding", "accuracy_vs_size"),
         same_but=("compile", "precision.label", "optimizer.lr"),
         table=arms_of_rounding,
-        x=(Axis(column="arm", label="", names=lambda frame: {
-            arm: ARMS_IN_PRINT.get(arm, arm) for arm in ARMS if arm in set(frame["arm"])}),),
-        y=SCORES,
+        values=tuple(replace(axis, note=partial(deviation, axis.column)) for axis in SCORES),
         hue="arm",
         order=tuple(ARMS),
-        look=lambda head: (ARMS[head["arm"]], "-"),
+        look=lambda head: (style.RMS, "-"),
+        name=lambda head: ARMS[head["arm"]],
         hollow=lambda frame: ~frame["compile"],
         text="Left: one seed, with learning rates that differ in the last digits, or without "
         "compilation (open). Middle: seeds. Right: seeds of other recipes, moved to the same mean.",
     ),
-    "recipes_by_size": Points(
+    "recipes_by_size": Rows(
         studies=("weight_gradient", "equality"),
         table=relative_to_bf16,
-        x=(Axis(column="model", label="", names=models_of),),
-        y=(
-            LOSS_CHANGE,
-            Axis(column="feature_ratio", label=at_step, reference=1, log=True),
+        values=(
+            replace(LOSS_CHANGE, where=beside_bf16, interval=mean_change,
+                    note=change_in_words),
+            Axis(column="feature_ratio", label=at_step, reference=1, log=True, where=beside_bf16),
         ),
+        blocks=by_model,
         hue="recipe",
-        order=tuple(naming.PRECISIONS),
-        look=look_of_recipe,
+        order=tuple(sorted(naming.PRECISIONS, key=lambda name: weight_gradient(name) == "int8")),
+        look=look_by_gradient,
+        key=GREEN,
         name=lambda head: naming.precision(head["recipe"]),
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
         f"gray: {MARGIN:g}%, the margin of equality. Features: of the last vision block.",
@@ -327,15 +394,16 @@ FIGURES = {
         table=loss_by_rate,
         x=(Axis(column="lr", label="peak learning rate", names=rates),),
         y=(
-            Axis(column="validation_loss", label="validation loss", log=True),
+            Axis(column="validation_loss", label="validation loss of bf16", log=True,
+                 where=in_bf16),
             LOSS_CHANGE,
         ),
         hue="recipe",
         order=tuple(naming.PRECISIONS),
         look=look_of_recipe,
         name=lambda head: naming.precision(head["recipe"]),
-        means="line",
         facet=by_model,
+        shade=degraded,
         text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean); gray: "
         f"{MARGIN:g}%, the margin of equality.",
     ),
@@ -344,17 +412,17 @@ FIGURES = {
         same_but=("optimizer.lr",),
         where=in_16_bits_beside("interventions"),
         table=recall_and_size,
-        x=(Axis(column="lr", label="peak learning rate", names=lambda frame: {
-            lr: naming.number(lr) for lr in sorted(set(frame["lr"]))}),),
+        x=(Axis(column="lr", label="peak learning rate", names=rates),),
         y=(
             SCORES[0],
-            Axis(column="size", label=r"$\mathrm{E}[|x|]$ of the last vision block", log=True),
+            Axis(column="size", label="mean absolute value of the\nlast vision block's output",
+                 log=True),
         ),
         hue="intervention",
         order=tuple(naming.INTERVENTIONS),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
-        means="line",
+        facet=lambda frame: [(f"{name}, bf16", part) for name, part in by_model(frame)],
         text="Both at the end of training in 16 bits.",
     ),
     "attention_logits": Points(
@@ -369,6 +437,6 @@ FIGURES = {
         name=lambda head: re.sub(rf", ({'|'.join(USUAL)})\b| layer-scale", "", head["setting"]),
         look=look_of_change,
         text=f"Where a name does not say: {', '.join(USUAL)}.",
-        means="",
+        means=False,
     ),
 }  # fmt: skip

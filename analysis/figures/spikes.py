@@ -6,11 +6,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import measures, naming, panels, spike_marks, style
-from analysis.figures.scores import values_of
+from analysis import marks, measures, naming, panels, spike_marks, style
 from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
-from analysis.points import Points
+from analysis.points import Rows
 
 FLOOR = 0.08  # nats: lower spikes are marked there
 WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
@@ -48,9 +47,11 @@ def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
     spikes = frame[frame["part"] == "spikes"].sort_values("step")
     label, title = "height of a loss spike (nats)", "points: loss spikes; bars: medians"
     if _has_rows(frame):
-        _draw_rows(frame, ax, spikes.groupby("optimizer")["height"], pd.Series.median)
-        low = spikes.loc[spikes["height"] < FLOOR, "optimizer"].map(_rows(frame).index)
-        ax.plot([FLOOR] * len(low), low, "<", color=style.OTHER, ms=4)
+        _draw_rows(frame, ax, spikes, "height", pd.Series.median)
+        low = (
+            spikes.loc[spikes["height"] < FLOOR, "optimizer"].map(_rows(frame).index).astype(float)
+        )
+        ax.plot([FLOOR] * len(low), low + marks.UNDER, "<", color=style.OTHER, ms=4)
         ax.set(xscale="log", xlabel=label, title=title)
         ax.set_xlim(left=0.9 * FLOOR)
         ax.xaxis.set_major_formatter("{x:g}")
@@ -86,17 +87,14 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
     ends = frame[frame["part"] == "runs"].sort_values("beta2")
     label = "mean R@1 at the end (%)"
     if _has_rows(frame):
-        _draw_rows(frame, ax, ends.groupby("optimizer")["recall"], pd.Series.mean)
-        opened = ends[ends["after_reset"]]
-        ax.plot(opened["recall"], opened["optimizer"].map(_rows(frame).index), "o", color="white",
-                ms=1.8, mew=0)  # fmt: skip
+        _draw_rows(frame, ax, ends, "recall", pd.Series.mean)
         ax.set(xlabel=label, title="points: runs; bars: means")
         return
     places, slots = _places(frame), _slots(frame)
     for optimizer, group in ends.groupby("optimizer", sort=False):
         at, color = group["beta2"].map(places) + slots[optimizer], style.color("bf16", optimizer)
-        panels.draw_runs(
-            ax, at, group["recall"], means="line", color=color, hollow=group["after_reset"],
+        marks.draw_runs(
+            ax, at, group["recall"], color=color, hollow=group["after_reset"],
             label=naming.optimizer_name(optimizer),
             every=[place + slots[optimizer] for place in places.values()],
         )  # fmt: skip
@@ -117,17 +115,19 @@ def _rows(frame: pd.DataFrame) -> list[str]:
     return [*means.sort_values(ascending=False, kind="stable").index]
 
 
-def _draw_rows(frame: pd.DataFrame, ax: Axes, groups, middle) -> None:
+def _draw_rows(frame: pd.DataFrame, ax: Axes, values: pd.DataFrame, column: str, middle) -> None:
     """A row for each optimizer, AdamW's black."""
-    rows, values = _rows(frame), dict(list(groups))
+    rows, log = _rows(frame), column == "height"
+    spread = marks.spread(values["optimizer"], values[column], log)
     for row, optimizer in enumerate(rows):
-        own = values.get(optimizer, pd.Series(dtype=float))
+        part = values[values["optimizer"] == optimizer]
+        own, hollow = part[column], part["after_reset"] & (column == "recall")
         color = "black" if optimizer == "adamw" else style.RMS
-        panels.draw_row(ax, row, own, middle(own), color, None)
+        marks.draw_row(ax, row, own, middle(own), color, spread=spread[own.index], hollow=hollow)
         if own.empty:
             ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
                         fontsize=6.5, va="center")  # fmt: skip
-    panels.name_rows(ax, [naming.optimizer_name(name) for name in rows])
+    marks.name_rows(ax, [naming.optimizer_name(name) for name in rows])
 
 
 def _places(frame: pd.DataFrame) -> dict[float, int]:
@@ -148,6 +148,7 @@ def _name_beta2(ax: Axes, places: dict[float, int]) -> None:
 def highest(runs: Runs) -> pd.DataFrame:
     """The height of the highest loss spike of each run, 0 without one."""
     heads = measures.named_heads(runs, ("intervention.name", "optimizer.beta2"))
+    heads = heads.sort_values("beta2", kind="stable")
 
     def of_run(run: Runs, head: dict) -> pd.DataFrame:
         protocol = spike_marks.protocol_of_run(head)
@@ -229,12 +230,12 @@ FIGURES = {
         "from the smallest to the largest. Open points: evaluated right after a reset of the "
         "optimizer's moments.",
     ),
-    "kq_norm": Points(
+    "kq_norm": Rows(
         studies=("kq_norm", "stability"),
         same_but=("intervention.name", "gpu"),
         table=highest,
-        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
-        y=(Axis(column="highest", label="highest loss spike of a run (nats)"),),
+        values=(Axis(column="highest", label="highest loss spike of a run (nats)"),),
+        blocks=by("beta2", lambda beta2: f"beta2 {beta2:g}"),
         hue="intervention",
         order=tuple(naming.INTERVENTIONS),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),

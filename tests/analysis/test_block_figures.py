@@ -6,7 +6,6 @@ import pytest
 
 from analysis import paper
 from analysis.figures import rate_map, recipes_by_size, spikes_vs_lr
-from analysis.figures.scores import rates
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, ModelConfig
 from tests.analysis.conftest import drawn, legend
@@ -73,15 +72,20 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     changes = frame[frame["recipe"] == "llm_int8"].set_index(["lr", "seed"])["loss_change"]
     expected = [pytest.approx(5), pytest.approx(10)]
     assert [changes[2.5e-4, 0], changes[1e-3, 0]] == expected and np.isnan(changes[2.5e-4, 7])
-    names = rates(frame)
-    assert names[2.5e-4] == "2.5e-4\n1-2 seeds" and names[1e-3] == "1e-3\n1 seed"
     [left, right] = drawn(rate_map, frame[frame["lr"] < 2e-3])
-    assert legend(left) == ["bf16", "LLM.int8()"] and not left.texts  # named once
+    assert legend(left) == ["all runs degraded", "bf16", "bf16", "LLM.int8()"]
+    assert [text.get_text() for text in left.get_xticklabels()] == ["2.5e-4", "5e-4", "1e-3"]
+    [of_bf16] = [line for line in left.lines if line.get_label() == "bf16"]
+    assert of_bf16.get_ydata().tolist() == [0.2, 0.3, 0.6]
+    [shade] = left.patches  # from the rate on at which no run is within 0.1 nats of the best
+    assert shade.get_x() == 0.5
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
-    [across] = [line for line in right.lines if line.get_ls() == ":"]
-    low, middle, high = across.get_ydata()
-    assert low < middle < high and across.get_color() == llm_int8.get_color()
+    [across] = [
+        line for line in right.lines if line.get_ls() == ":"
+        and line.get_color() == llm_int8.get_color()
+    ]  # fmt: skip
+    np.testing.assert_allclose(across.get_xydata(), [[0, 5], [2, 10]])
 
 
 def test_a_sweep_of_rates_leaves_out_what_is_near_one_of_them_in_another_study(plant, query):

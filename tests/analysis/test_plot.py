@@ -97,14 +97,15 @@ def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
 def test_last_values_are_points_with_mean_and_range(runs):
     row, frame = plot.make_figure(runs, y="recall/top1", x="optimizer.lr")
     [ax] = drawn(row, frame)
-    mean, *points = ax.lines
-    np.testing.assert_allclose(mean.get_ydata(), [0.2, 0.5])
+    dotted, mean, *points = ax.lines
+    for line in (dotted, mean):
+        np.testing.assert_allclose(line.get_ydata(), [0.2, 0.5])
     heights = sorted(np.concatenate([p.get_ydata() for p in points]))
     assert heights == pytest.approx(sorted(frame["recall/top1"])) and legend(ax) == ["bf16"]
     assert [text.get_text() for text in ax.get_xticklabels()] == ["0.001", "0.004"]
 
 
-def test_methods_at_one_value_are_named_below_their_points(make_run, tmp_path):
+def test_methods_at_one_value_have_rows_in_a_block(make_run, tmp_path):
     scores = {"recall/top1": np.full(9, 0.5)}
     recipes = ("high", "switchback", "llm_int8", "fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4")
     for recipe in recipes:
@@ -115,10 +116,10 @@ def test_methods_at_one_value_are_named_below_their_points(make_run, tmp_path):
         some = some.where(some.summaries["run"].isin(_of(some, recipes[:num])))
         with style():
             [ax] = drawn(*plot.make_figure(some, **words))
-        names = ax.get_xticklabels()
-        assert [name.get_text() for name in names][:2] == ["bf16", "SwitchBack\nint8"]
-        assert not ax.figure.legends and ax.get_xlabel() == "nano" and len(names) == num
-        assert {name.get_rotation() for name in names} == {45 if num == 7 else 0}
+        names = ax.get_yticklabels()
+        assert [name.get_text() for name in names][:3] == ["nano", "bf16", "SwitchBack int8"]
+        assert [name.get_fontweight() == "bold" for name in names] == [True] + num * [False]
+        assert not ax.figure.legends and ax.get_xlabel() == "recall/top1 (axis not from 0)"
 
 
 def _of(runs, recipes):
@@ -131,8 +132,10 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
         make_run(experiment=None, beta2_decay=decay, num_steps=20, columns=scores)
     runs, key = load_runs(tmp_path / "runs"), "optimizer.beta2_decay"
     [ax] = drawn(*plot.make_figure(runs, y="recall/top1", x=key))
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["null", "0.45", "0.65"]
-    assert all(len(line.get_xdata()) == 1 or line.get_ls() == "None" for line in ax.lines)
+    names = [text.get_text() for text in ax.get_yticklabels()]
+    assert names[::2] == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
+    values = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"]
+    assert values == pytest.approx([0.2, 0.45, 0.65])
     [ax] = drawn(*plot.make_figure(runs, y="loss", hue=key))
     assert len(ax.lines) == 3
     assert legend(ax) == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
