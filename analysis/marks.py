@@ -110,6 +110,13 @@ def draw_reference(ax: Axes, at: float, equal: float, name: str) -> None:
     line(at, color=style.OTHER, lw=0.8, zorder=0.5, **end)
 
 
+def name_reference(ax: Axes, at: float, text: str) -> None:
+    """Writes what the vertical line of `draw_reference` is in the first row."""
+    place, _ = ax.transLimits.transform(ax.transScale.transform((at, 0)))
+    side = "right" if place > 0.8 else "left" if place < 0.2 and len(text) > 5 else "center"
+    ax.text(at, 0, text, ha=side, va="center", fontsize=6.5, color=style.OTHER)
+
+
 def name_rows(ax: Axes, names: Collection[str], bold: Collection[bool] = ()) -> None:
     """Names the rows of a panel, the first at the top; bold names are of blocks of rows."""
     ax.set_yticks(range(len(names)), names)

@@ -270,7 +270,8 @@ def value_axis(ax: Axes, log: bool, name: str = "y") -> None:
         style.log_axis(ax, name)
     else:
         ax.margins(**{name: 0.1})
-        ax.locator_params(axis=name, nbins=6 if name == "x" else 9)
+        if name == "x":
+            ax.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10])
 
 
 def name_values(ax: Axes, label: str, name: str) -> None:

@@ -184,7 +184,8 @@ class Rows(OfRuns):
             for title, part in self.facet(frame[frame.index.isin(is_shown)])
         ]
         num = len(parts) * len(shown)
-        height = REST + HEIGHT * max(len(rows) for _, rows in parts)
+        lines = max(axis.name(frame).count("\n") for axis in shown)
+        height = REST + 0.13 * lines + HEIGHT * max(len(rows) for _, rows in parts)
         axes = panels.grid(canvas, num, height)
         canvas.set_figwidth(self.size * canvas.get_figwidth())
         cells = itertools.product(parts, shown)
@@ -213,14 +214,14 @@ class Rows(OfRuns):
                 )  # fmt: skip
         self._mark_bf16(parts, ax, axis.column)
         panels.value_axis(ax, is_log, "x")
-        panels.name_values(ax, axis.name(whole), "x")
         marks.name_rows(ax, [name for name, _ in rows], [not len(part) for part in parts])
         if axis.reference is not None:
             equal = axis.equal * self._has_interval(axis, whole)
             marks.draw_reference(ax, axis.reference, equal, "x")
-            text = f"equal within {equal:g}%" if equal else "bf16"
-            look = {"ha": "center", "va": "center", "fontsize": 6.5, "color": style.OTHER}
-            ax.text(axis.reference, 0, text, **look)
+            marks.name_reference(
+                ax, axis.reference, f"equal within {equal:g}%" if equal else "bf16"
+            )
+        panels.name_values(ax, axis.name(whole), "x")
 
     def _rows(self, frame: pd.DataFrame, labels: dict) -> list[tuple[str, pd.DataFrame]]:
         """Names of rows with their runs; before those of a block, its title without runs."""

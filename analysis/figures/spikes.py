@@ -236,6 +236,7 @@ FIGURES = {
         table=highest,
         values=(Axis(column="highest", label="highest loss spike of a run (nats)"),),
         blocks=by("beta2", lambda beta2: f"beta2 {beta2:g}"),
+        size=1.4,
         hue="intervention",
         order=tuple(naming.INTERVENTIONS),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),

@@ -73,12 +73,12 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     expected = [pytest.approx(5), pytest.approx(10)]
     assert [changes[2.5e-4, 0], changes[1e-3, 0]] == expected and np.isnan(changes[2.5e-4, 7])
     [left, right] = drawn(rate_map, frame[frame["lr"] < 2e-3])
-    assert legend(left) == ["all runs degraded", "bf16", "bf16", "LLM.int8()"]
+    assert legend(left) == ["bf16", "bf16", "LLM.int8()"]
     assert [text.get_text() for text in left.get_xticklabels()] == ["2.5e-4", "5e-4", "1e-3"]
     [of_bf16] = [line for line in left.lines if line.get_label() == "bf16"]
     assert of_bf16.get_ydata().tolist() == [0.2, 0.3, 0.6]
     [shade] = left.patches  # from the rate on at which no run is within 0.1 nats of the best
-    assert shade.get_x() == 0.5
+    assert shade.get_x() == 0.5 and left.texts[0].get_text() == " all runs degraded"
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
     [across] = [
