@@ -78,7 +78,7 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     [of_bf16] = [line for line in left.lines if line.get_label() == "bf16"]
     assert of_bf16.get_ydata().tolist() == [0.2, 0.3, 0.6]
     [shade] = left.patches  # from the rate on at which no run is within 0.1 nats of the best
-    assert shade.get_x() == 0.5 and left.texts[0].get_text() == " all runs degraded"
+    assert shade.get_x() == 1.5 and left.texts[0].get_text() == " all runs degraded"
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
     [across] = [
