@@ -1,7 +1,8 @@
 """What warnings by each score are worth: `python -m analysis.predictors --runs DIR`.
 
 Prints a table in Markdown for runs of AdamW with at least two values of beta2 (`--experiment NAME`
-chooses some). Each beta2's threshold is the best one in the runs of the other values, see
+chooses some). Only ended runs count, of seeds with one at every beta2; what is left out is printed.
+Each beta2's threshold is the best one in the runs of the other values, see
 `analysis.figures.early_warnings`; the last rows have the threshold of arXiv:2506.04805.
 """
 
@@ -10,9 +11,11 @@ import pandas as pd
 
 from analysis import cli
 from analysis.cli import ChoiceError
+from analysis.comparison import counted
 from analysis.figures import early_warnings
 from analysis.figures.early_warnings import COUNTS, shares_of
 from analysis.load import load_runs
+from lowprec.runs.read import ENDED
 
 HORIZON = 8  # steps
 OWN_THRESHOLD = 1.0  # of curvature times half the learning rate
@@ -31,6 +34,27 @@ HEADER = (
     *("score", "warnings that a spike follows", "spikes that have a warning", "mean lead, steps"),
     *("F1", "F1 from the onset", "F1 of RMS_t minus it"),
 )
+
+
+def of_whole_seeds(heads: pd.DataFrame, frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows of `frame` for ended runs of seeds that have one at every beta2, and notes.
+
+    `heads` are the rows of `Runs.runs` that `frame` was made of; `frame` lacks those without RMS_t
+    of the patch embedding. The notes name what is left out. Raises ChoiceError if no seed is left.
+    """
+    beta2, seed, notes = heads["optimizer.beta2"], heads["seed"], []
+    is_usable = heads["state"].isin(ENDED) & heads["run"].isin(frame["run"])
+    num_beta2 = beta2[is_usable].groupby(seed[is_usable]).nunique()
+    is_kept = is_usable & seed.isin(num_beta2.index[num_beta2 == beta2.nunique()])
+    if not is_kept.any():
+        values = ", ".join(f"{value:g}" for value in sorted(beta2.unique()))
+        raise ChoiceError(f"no seed has an ended run at every beta2 of the runs: {values}")
+    if num := int((~is_usable).sum()):
+        notes.append(f"left out: {counted(num, 'run')} that did not end or recorded no RMS_t")
+    for value, num in seed[is_usable & ~is_kept].value_counts(sort=False).items():
+        run = counted(num, "run")
+        notes.append(f"left out: {run} of seed {value:.0f}, which has not ended at every beta2")
+    return frame[frame["run"].isin(heads.loc[is_kept, "run"])], notes
 
 
 def worth(frame: pd.DataFrame) -> list[list[str]]:
@@ -77,15 +101,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
     parser.add_argument("--experiment", help="experiment whose runs to compare [any]")
     options = parser.parse_args(arguments)
-    frame = early_warnings.FIGURES["spike_warnings"].query(
-        load_runs(options.runs, experiment=options.experiment)
-    )
+    figure = early_warnings.FIGURES["spike_warnings"]
+    runs = figure.selected(load_runs(options.runs, experiment=options.experiment))
+    heads = runs.runs.dropna(subset="scale")
+    frame, left_out = of_whole_seeds(heads, figure.query(runs))
     if frame["beta2"].nunique() < 2:
         raise ChoiceError(f"--runs {options.runs}: a threshold needs runs of at least two beta2")
     for cells in (HEADER, ["---"] * len(HEADER), *worth(frame)):
         print(f"| {' | '.join(cells)} |")
     spikes = frame.drop_duplicates("run")["num_spikes"].sum()
     print(f"\n{frame['run'].nunique()} runs, {spikes:.0f} loss spikes, horizon {HORIZON} steps")
+    print("".join(f"{note}\n" for note in left_out), end="")
     return 0
 
 

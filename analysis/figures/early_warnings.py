@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from analysis import spike_marks, style
+from analysis.cli import ChoiceError
 from analysis.grammar import Panels
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import (
@@ -185,8 +186,14 @@ def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
     For each beta2, the threshold is the one with the largest F1 in the runs of all other beta2;
     warnings and spikes are then pooled. Row 0 is for the runs, the others for samples of them,
     drawn with replacement among the runs of each beta2, for which thresholds are chosen again.
-    Empty if there is one beta2.
+    Empty if there is one beta2. ChoiceError if a score is that of some runs only.
     """
+    num_runs, scored = frame["run"].nunique(), frame.groupby("score", sort=False)["run"].nunique()
+    if len(partly := scored[scored < num_runs]):
+        raise ChoiceError(
+            f"{partly.iloc[0]} of {num_runs} runs measured {partly.index[0]}: choose runs that all "
+            "did or none did (--experiment NAME)"
+        )
     beta2 = frame.drop_duplicates("run").sort_values("run")["beta2"].to_numpy()
     groups = [np.flatnonzero(beta2 == value) for value in np.unique(beta2)]
     if len(groups) < 2:
@@ -216,7 +223,7 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
 
     RMS_t has the only band of intervals. Precision and recall have one y axis.
     """
-    shares, chance, tops = transferred(frame), [], [0.1]
+    shares, chance, tops = transferred(frame[frame["score"].isin(SCORES)]), [], [0.1]
     for score, color in COLORS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
         tops.append(np.fmax.reduce(lines[0, :, [0, 2]], axis=None))

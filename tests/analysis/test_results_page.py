@@ -317,7 +317,8 @@ def test_collapse_and_cost_of_early_warnings_are_those_of_the_records():
     own = runs.timing.groupby("run")["step_ms"].median().median()
     others = load_runs(RESULTS / "kq_norm_mini").timing  # those that shared a GPU are slower
     plain = others.groupby("run")["step_ms"].median().min()
-    assert f"makes the mean step {own:.0f} ms" in text and f"takes {plain:.0f} ms" in text
+    every = f"each the mean of {runs.runs['log_every'].unique().item()} steps, is {own:.0f} ms"
+    assert every in text and f"{plain:.0f} ms in a run of `kq_norm_mini` without it" in text
     assert f"as much time as {2 * (own - plain) / plain:.0f} steps" in text
 
 

@@ -8,7 +8,7 @@ from analysis import load_runs, predictors, spike_marks
 from analysis.figures import early_warnings, spike_warnings
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import spiking, write_rows
+from tests.analysis.conftest import drawn, spiking, write_rows
 
 CONV1 = "visual.conv1.weight"
 WATCHED = DiagnosticsConfig(spikes=SpikeConfig(ignore_steps=50, window=50))
@@ -145,6 +145,7 @@ def test_the_table_has_the_thresholds_of_other_beta2_and_those_of_the_paper(plan
     assert cells[predictors.NAMES["rms"]] == [*expected, "4.5", "1.00", "1.00", "-"]
     curvature = cells[predictors.NAMES["curvature"]]
     assert curvature == [*expected, "4.0", "1.00", "1.00", "0.00 (0.00 to 0.00)"]
+    assert cells[predictors.NAMES["sustained"]][-1] == "1.00 (1.00 to 1.00)"  # RMS_t's F1 minus 0
     own = cells[f"{predictors.NAMES['curvature']}, at the threshold 2 / lr"]
     assert own[:4] == ["100% (4.6%)", "50% (2.3%)", "4.0", "0.67"]
     assert lines[-1] == "4 runs, 8 loss spikes, horizon 8 steps"
@@ -154,3 +155,48 @@ def test_one_beta2_has_no_table(plant, capsys):
     run = plant({195: 5})
     assert predictors.main(["--runs", str(run.parents[1])]) == 2
     assert "at least two beta2" in capsys.readouterr().err
+
+
+def test_seeds_without_an_ended_run_at_every_beta2_are_left_out_and_named(plant, capsys):
+    for beta2, seed, state in (
+        *((0.98, 0, "finished"), (0.99, 0, "diverged"), (0.995, 0, "finished")),
+        *((0.98, 1, "finished"), (0.99, 1, "finished"), (0.995, 1, "running")),
+        (0.98, 2, "finished"),
+    ):
+        spikes = (200, 300) if seed == 0 else (150, 250)  # which no RMS spike precedes
+        run = plant({195: 5, 296: 5}, spikes, beta2=beta2, seed=seed, state=state)
+    assert predictors.main(["--runs", str(run.parents[1])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("| 4.5 | 1.00 | 1.00 | - |")
+    differences = [line.split(" | ")[-1] for line in lines[3:6]]  # one run has no interval
+    assert not any("(" in text for text in differences)
+    assert lines[-4:] == [
+        "3 runs, 6 loss spikes, horizon 8 steps",
+        "left out: 1 run that did not end or recorded no RMS_t",
+        "left out: 2 runs of seed 1, which has not ended at every beta2",
+        "left out: 1 run of seed 2, which has not ended at every beta2",
+    ]
+
+
+def test_runs_without_a_whole_seed_have_no_table(plant, capsys):
+    plant({195: 5}, beta2=0.98, seed=0)
+    run = plant({195: 5}, beta2=0.99, seed=1)
+    assert predictors.main(["--runs", str(run.parents[1])]) == 2
+    assert "no seed has an ended run at every beta2 of the runs: 0.98, 0.99" in (
+        capsys.readouterr().err
+    )
+
+
+def test_measured_and_unmeasured_runs_are_not_compared_and_are_drawn_alike(plant, query, capsys):
+    lines = []
+    for seed, is_measured in ((0, False), (1, True)):
+        for beta2 in (0.98, 0.99):
+            run = plant({195: 5, 296: 5}, beta2=beta2, seed=seed)
+            if is_measured:
+                measure(run, [])
+        [ax, _] = drawn(spike_warnings, query(spike_warnings))
+        lines.append([line.get_ydata().tolist() for line in ax.get_lines()])
+    np.testing.assert_equal(*lines)
+    assert len(lines[0]) == 4
+    assert predictors.main(["--runs", str(run.parents[1])]) == 2
+    assert "2 of 4 runs measured curvature" in capsys.readouterr().err

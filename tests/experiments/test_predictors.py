@@ -1,11 +1,13 @@
 """Curvature and kurtosis: their definitions, and that measuring them changes no run."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -13,11 +15,14 @@ from experiments import predictors
 from experiments.curvature import curvature, hessian_product, kurtosis, plain_task
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.schema import Config, OptimizerConfig, ScheduleConfig
+from lowprec.data.open import open_data
 from lowprec.optim.stable_adamw import StableAdamW
 from lowprec.runs.read import read_rows
 from lowprec.train.build import build
 from lowprec.train.metrics import Ended
 from lowprec.train.run import train_run
+
+PATCHES = "visual.conv1.weight"
 
 
 def test_kurtosis_is_that_of_the_definition_in_float64():
@@ -119,6 +124,60 @@ def test_a_run_that_was_not_measured_from_its_start_is_not_continued(make_config
     train_run(make_config({**changes, "num_steps": 3}))
     with pytest.raises(RunError, match="has 3 steps that were not measured"):
         predictors.main(make_config({**changes, "num_steps": 6}))
+
+
+def kurtosis64(x):
+    """Excess kurtosis of a tensor, in float64."""
+    return scipy.stats.kurtosis(x.detach().double().numpy(), axis=None)
+
+
+def test_a_row_has_the_scores_of_the_weights_moments_and_batch_before_its_step(
+    make_config, run_once, tmp_path
+):
+    """Step 4 of 6, 2 of them warmup: the cosine is half way down.
+
+    The product with the Hessian is the difference of float64 gradients.
+    """
+    schedule = {"num_steps": 6, "schedule.warmup_steps": 2, "schedule.name": "cosine"}
+    config = make_config(schedule)
+    predictors.main(config)
+    [path] = Path(config.run_dir).rglob("predictors.jsonl")
+    row = read_rows(path)[1]
+    _, built = run_once(config, tmp_path, kill_at=4)
+    batch = next(iter(build(config, open_data(config)).batches_from(4)))
+    model = built.task.model.double()
+    pixels, outputs = built.task.normalize(batch.images).double(), {}
+    params = dict(model.named_parameters())
+    for name in ("visual.transformer.resblocks.0", "transformer.resblocks.0"):
+        keep = partial(lambda name, *call: outputs.update({name: call[-1]}), name)
+        model.get_submodule(name).register_forward_hook(keep)
+
+    def gradient_at(step, along):
+        with torch.no_grad():
+            for name, p in params.items():
+                p.add_(along[name], alpha=step)
+        loss = built.task.loss_fn(**model(pixels, batch.tokens))
+        gradient = torch.autograd.grad(loss, [*params.values()])
+        return loss.item(), dict(zip(params, gradient, strict=True))
+
+    loss, gradient = gradient_at(0, params)
+    expected = {f"activation_kurtosis/{name}": kurtosis64(x) for name, x in outputs.items()}
+    expected |= {"step": 4, "loss": loss, "gradient_kurtosis": kurtosis64(gradient[PATCHES])}
+    _, above = gradient_at(1e-6, gradient)
+    _, below = gradient_at(-2e-6, gradient)
+    beta1, beta2 = config.optimizer.beta1, config.optimizer.beta2
+    moments = built.state.optimizer.tensors()["exp_avg_sq"]
+    debiased, along, squares = beta2 * (1 - beta2**3) / (1 - beta2**4), 0.0, 0.0
+    for name, g in gradient.items():
+        u = debiased * moments[name].double() + (1 - debiased) * g**2
+        product = (above[name] - below[name]) / 2e-6
+        along += (g * product / (u.sqrt() + config.optimizer.eps)).sum().item()
+        squares += (g**2).sum().item()
+    half_lr = config.optimizer.lr / 2 / 2
+    momentum = (1 - beta1) / (1 + beta1) / (1 - beta1**4)
+    expected["curvature"] = half_lr * momentum * along / squares
+    del row["measure_ms"]
+    assert row == pytest.approx(expected, rel=1e-3)
 
 
 def test_runs_that_cannot_be_measured_are_refused_by_their_key(make_config):
