@@ -25,7 +25,9 @@ from lowprec.runs.tables import UNREADABLE
 
 BF16, CODE_BOOKS = "bf16", "code_books"
 COLUMNS = (*measures.OF_A_RUN, "after", "recipe", "perturbation", "difference", "error")
-COLUMNS += ("num_bf16", "scatter", "bf16_scatter")
+COLUMNS += ("num_bf16", "scatter", "bf16_scatter", "replayed_steps", "is_finite", "control_off")
+COLUMNS += ("outcome",)
+STATES, STEPS, NUM_BF16 = 2, 100, 5  # that the rule of `outcome` needs
 COLORS = ("#0072B2", "#D55E00")  # of states, in order
 
 
@@ -37,9 +39,15 @@ def branches(runs: Runs) -> pd.DataFrame:
     weights; NaN if the replay ended early or has a loss that is not finite. `error` is the standard
     error of the difference of one more replay in bf16, whose number is `num_bf16`. `scatter` is the
     standard deviation, over these steps, of the log loss minus the control's, and `bf16_scatter`
-    its median over the perturbed replays.
+    its median over the perturbed replays. `replayed_steps` is the number of the control's steps,
+    `is_finite` whether all losses of the replay are, and `control_off` the control's largest
+    difference from the recorded losses (nats). `outcome` is that of the recipe; in bf16, empty.
     """
-    return measures.by_run(runs, measures.named_heads(runs), COLUMNS, _branches)
+    frame = measures.by_run(runs, measures.named_heads(runs), COLUMNS[:-1], _branches)
+    frame["outcome"] = ""
+    for (_, recipe), rows in frame.groupby(["run", "recipe"]):
+        frame.loc[rows.index, "outcome"] = "" if recipe == BF16 else outcome(rows)
+    return frame
 
 
 def _branches(run: Runs, head: dict) -> pd.DataFrame:
@@ -55,8 +63,14 @@ def _branches(run: Runs, head: dict) -> pd.DataFrame:
 
 
 def compare(steps: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `branches` for the steps of all replays from one state."""
-    steps = steps[steps["change"] != "recorded"].astype({"loss": float, "perturbation": float})
+    """The rows of `branches` for the steps of all replays from one state.
+
+    Replays from a later step (`change_from`) begin from other states and are left out.
+    """
+    first, recorded = steps["step"].min(), steps[steps["change"] == "recorded"]
+    steps = steps[(steps["change"] != "recorded") & (steps["change_from"] == first)]
+    steps = steps.astype({"loss": float, "perturbation": float})
+    control = steps[steps["change"] == CONTROL].set_index("step")["loss"]
     logs = np.log(steps["loss"].where(steps["loss"] < math.inf))
     logs = steps.assign(loss=logs, perturbation=steps["perturbation"].fillna(0)).pivot(
         index="step", columns=["change", "perturbation"], values="loss"
@@ -69,6 +83,12 @@ def compare(steps: pd.DataFrame) -> pd.DataFrame:
     facts = {"after": logs.index[0] - 1, "recipe": change.map(_recipe), "num_bf16": len(in_bf16)}
     facts["error"] = in_bf16.std(skipna=False) * math.sqrt(1 + 1 / len(in_bf16))
     facts["bf16_scatter"] = scatter[change == PERTURBED].median()
+    facts["replayed_steps"] = len(control)
+    facts["control_off"] = (control - recorded.set_index("step")["loss"]).abs().max()
+    is_finite = np.isfinite(steps["loss"]).groupby(
+        [steps["change"], steps["perturbation"].fillna(0)]
+    )
+    frame["is_finite"] = is_finite.all()
     return frame.assign(**facts).reset_index("perturbation")
 
 
@@ -93,11 +113,19 @@ def interval(rows: pd.DataFrame, level: float) -> tuple[pd.Series, pd.Series]:
 
 
 def outcome(rows: pd.DataFrame) -> str:
-    """What the replays in one recipe, one from each state, show: the rule of PROTOCOL.md."""
-    if rows["error"].isna().any():
+    """What the replays in one recipe, one from each state, show: the rule of PROTOCOL.md.
+
+    Undecided unless there are both states, each with the control and the nulls over all steps. A
+    replay that was cut off at a finite loss does not count.
+    """
+    is_planned = (rows["replayed_steps"] == STEPS) & (rows["num_bf16"] == NUM_BF16)
+    is_whole = is_planned & rows["error"].notna()
+    if not len(rows) == rows["after"].nunique() == STATES or not is_whole.all():
         return UNDECIDED
-    if rows["difference"].isna().any():
+    if not rows["is_finite"].all():
         return "diverges"
+    if rows["difference"].isna().any():
+        return UNDECIDED
     low, high = interval(rows, LEVEL)
     near_low, near_high = interval(rows, TWO_ONE_SIDED)
     if (rows["bf16_scatter"] < rows["scatter"] / 2).any():

@@ -12,34 +12,48 @@ from experiments import compact
 from tests.analysis.conftest import drawn
 
 BOOKS = "precision.recipe=custom precision.products={output: {format: e4m3_bnb}}"
-NULLS = (-0.02, -0.01, 0.01, 0.02)  # log loss minus the control's, in the second half
+NULLS = (-0.03, 0.01, 0.01, 0.01)  # log loss minus the control's, in the second half
+SD = math.sqrt((0.03**2 + 3 * 0.01**2) / 4)  # of these and the control; the mean is 0
 RECIPES = {"precision=switchback": 0.001, "precision=llm_int8": 0.2, BOOKS: -0.2}
+WAVE = 0.001  # of the log loss; nine times as large in the last null
+BOTH = (10, 110)  # states
 
 
-def write_steps(run, after=10, nulls=NULLS, recipes=RECIPES, wave=0.001):
+def write_steps(run, after=10, nulls=NULLS, recipes=RECIPES, num=100):
     """Writes the steps of replays of a run from a state, as the command does."""
-    steps, second = np.arange(after + 1, after + 9), np.arange(8) >= 4
+    at = np.arange(num)
     changes = [("recorded", math.nan, 0.0), ("control", math.nan, 0.0)]
     changes += [("perturbed", n, shift) for n, shift in enumerate(nulls, 1)]
     changes += [(change, math.nan, shift) for change, shift in recipes.items()]
     frames = []
     for change, perturbation, shift in changes:
-        waves = 0 if change in ("recorded", "control") else wave * (-1.0) ** steps
-        loss = 2 * np.exp(np.where(second, shift + waves, 0))
-        facts = {"change": change, "perturbation": perturbation, "change_from": after + 1}
-        frames.append(pd.DataFrame({"step": steps, "loss": loss, **facts}))
+        wave = 0 if change in ("recorded", "control") else WAVE * (9 if perturbation == 4 else 1)
+        logs = np.where(at >= num // 2, shift, 0) + wave * (-1.0) ** at - 0.003 * at
+        start = math.nan if change == "recorded" else after + 1
+        facts = {"change": change, "perturbation": perturbation, "change_from": start}
+        loss = 2 * np.exp(logs) + 0.004 * ((change == "recorded") & (at == 7))
+        frames.append(pd.DataFrame({"step": after + 1 + at, "loss": loss, **facts}))
     (run / "replays").mkdir(exist_ok=True)
     name = run / "replays" / f"step_{after + 4}"
     pd.concat(frames).to_csv(f"{name}.csv", index=False)
     pd.DataFrame({"change": ["control"]}).to_csv(f"{name}_table.csv", index=False)
 
 
+def cut(run, change, at, last):
+    """Ends a replay of the second state some steps after it, with a loss."""
+    path = run / "replays" / f"step_{BOTH[1] + 4}.csv"
+    steps = pd.read_csv(path)
+    own, step = steps["change"] == change, BOTH[1] + at
+    steps.loc[own & (steps["step"] == step), "loss"] = last
+    steps[~own | (steps["step"] <= step)].to_csv(path, index=False)
+
+
 @pytest.fixture
 def run(make_run):
     """A run with replays from two states."""
     run = make_run(num_steps=30, experiment="branches")
-    write_steps(run)
-    write_steps(run, after=20)
+    for after in BOTH:
+        write_steps(run, after)
     return run
 
 
@@ -48,17 +62,26 @@ def of(recipe, frame):
     return frame[frame["recipe"] == recipe]
 
 
+def outcome(recipe, run):
+    """The outcome of a recipe in the figure's table, the same in its rows."""
+    [found] = set(of(recipe, branches.query(load_runs(run)))["outcome"])
+    return found
+
+
 def test_differences_are_from_all_replays_in_bf16_in_the_second_half(run):
     frame = branches.query(load_runs(run))
-    assert len(frame) == 2 * (1 + 4 + 3) and set(frame["after"]) == {10, 20}
+    assert len(frame) == 2 * (1 + 4 + 3) and set(frame["after"]) == set(BOTH)
     llm = of("llm_int8", frame).iloc[0]
-    assert llm["difference"] == pytest.approx(0.2)  # the mean of bf16 is 0
-    sd = math.sqrt(2 * (0.01**2 + 0.02**2) / 4)
-    assert llm["error"] == pytest.approx(sd * math.sqrt(1 + 1 / 5)) and llm["num_bf16"] == 5
+    assert llm["difference"] == pytest.approx(0.2)  # the mean of bf16 is 0, the median 0.01
+    assert llm["error"] == pytest.approx(SD * math.sqrt(1 + 1 / 5)) and llm["num_bf16"] == 5
     low, high = paired_branches.interval(of("llm_int8", frame), 0.95)
-    assert (high - low).iloc[0] / 2 == pytest.approx(3.0414 * sd, rel=1e-4)
+    assert (high - low).iloc[0] / 2 == pytest.approx(3.0414 * SD, rel=1e-4)
     assert of("bf16", frame)["difference"].sum() == pytest.approx(0, abs=1e-12)
-    assert llm["scatter"] == pytest.approx(llm["bf16_scatter"]) and llm["scatter"] > 0.001
+    assert set(of("bf16", frame)["outcome"]) == {""}
+    scatter = WAVE * math.sqrt(50 / 49)  # without the trend, which the control has, too
+    assert llm["scatter"] == pytest.approx(scatter) and frame["control_off"].max() < 0.00401
+    assert frame["bf16_scatter"].to_numpy() == pytest.approx(scatter)
+    assert frame["control_off"].to_numpy() == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize(
@@ -66,26 +89,76 @@ def test_differences_are_from_all_replays_in_bf16_in_the_second_half(run):
     [
         ({}, "differs"),
         ({"recipes": {"precision=llm_int8": -0.2}}, "undecided"),  # on the other side
-        ({"recipes": {"precision=llm_int8": 0.04}}, "undecided"),
-        ({"recipes": {"precision=llm_int8": math.inf}}, "diverges"),
+        ({"recipes": {"precision=llm_int8": 0.045}}, "undecided"),  # by 90%, it differs
+        ({"recipes": {"precision=llm_int8": 0.054}}, "differs"),
         ({"nulls": (math.inf,) + NULLS[1:]}, "undecided"),
+        ({"nulls": (-0.01, 0.01)}, "undecided"),
+        ({"num": 99}, "undecided"),
     ],
 )
 def test_a_recipe_differs_only_if_both_states_agree(run, change, expected):
-    write_steps(run, after=20, **change)
+    write_steps(run, BOTH[1], **change)
+    assert outcome("llm_int8", run) == expected
+
+
+def test_a_recipe_has_no_outcome_without_both_states(run):
     frame = branches.query(load_runs(run))
-    assert paired_branches.outcome(of("llm_int8", frame)) == expected
+    assert paired_branches.outcome(frame[:0]) == "undecided"
+    (run / "replays" / f"step_{BOTH[1] + 4}.csv").unlink()
+    assert outcome("llm_int8", run) == "undecided"
+    for after in BOTH:
+        write_steps(run, after, num=40)
+    assert outcome("llm_int8", run) == "undecided"
 
 
-def test_a_recipe_is_equal_only_near_bf16_and_if_the_nulls_vary_as_much(run):
-    close = {"nulls": (-0.002, -0.001, 0.001, 0.002), "recipes": {"precision=switchback": 0.02}}
-    for after in (10, 20):
-        write_steps(run, after, **close | {"recipes": {"precision=switchback": 0.001}})
-    rows = of("switchback", branches.query(load_runs(run)))
-    assert paired_branches.outcome(rows) == "equal within 3%"
-    assert paired_branches.outcome(rows.assign(bf16_scatter=0.49 * rows["scatter"])) == "undecided"
-    far = rows.assign(difference=rows["difference"] + 0.029, error=0.02)
-    assert paired_branches.outcome(far) == "undecided"
+@pytest.mark.parametrize("at", [30, 70])
+@pytest.mark.parametrize(
+    ("change", "last", "expected"),
+    [
+        ("precision=llm_int8", math.inf, "diverges"),
+        ("precision=llm_int8", math.nan, "diverges"),
+        ("precision=llm_int8", 2.0, "undecided"),
+        ("perturbed", math.inf, "undecided"),
+        ("control", 2.0, "undecided"),
+    ],
+)
+def test_a_replay_diverges_only_by_a_loss_that_is_not_finite(run, change, last, expected, at):
+    cut(run, change, at, last)
+    assert outcome("llm_int8", run) == expected
+
+
+def test_replays_with_a_later_change_do_not_count(run):
+    expected = branches.query(load_runs(run))
+    path = run / "replays" / f"step_{BOTH[0] + 4}.csv"
+    steps = pd.read_csv(path)
+    later = steps[(steps["step"] > 80) & steps["change_from"].notna()]
+    later = later.assign(change_from=81, loss=9.0)
+    pd.concat([steps, later, later.assign(change="unchanged")]).to_csv(path, index=False)
+    pd.testing.assert_frame_equal(branches.query(load_runs(run)), expected)
+
+
+@pytest.mark.parametrize(
+    ("shift", "expected"),
+    [
+        (0.0, "equal within 3%"),  # by 95%, undecided
+        (0.0035, "equal within 3%"),
+        (0.0045, "undecided"),
+        (-0.0035, "equal within 3%"),
+        (-0.0045, "undecided"),
+    ],
+)
+def test_a_recipe_is_equal_if_both_90_intervals_are_within_3_percent(run, shift, expected):
+    nulls = [0.011 / SD * null for null in NULLS]  # 0.0257 to either side
+    for after, of_state in zip(BOTH, (0.0, shift), strict=True):
+        write_steps(run, after, nulls, {"precision=switchback": of_state})
+    assert outcome("switchback", run) == expected
+
+
+def test_a_recipe_has_an_outcome_only_if_the_nulls_vary_half_as_much(run):
+    rows = of("llm_int8", branches.query(load_runs(run)))
+    for ratio, expected in ((0.51, "differs"), (0.49, "undecided")):
+        scatter = rows["scatter"] * np.array([1.0, ratio])
+        assert paired_branches.outcome(rows.assign(bf16_scatter=scatter)) == expected
 
 
 def test_steps_survive_compaction_and_a_figure_shows_each_replay(run, tmp_path):
