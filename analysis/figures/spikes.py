@@ -100,7 +100,7 @@ def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
         )  # fmt: skip
         spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
         ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
-    ax.set(ylabel=label, title="points: runs; thick lines: means")
+    ax.set(ylabel=label, title="pale points: runs; dark points: means")
     _name_beta2(ax, places)
 
 
