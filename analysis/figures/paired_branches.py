@@ -124,8 +124,6 @@ def outcome(rows: pd.DataFrame) -> str:
         return UNDECIDED
     if not rows["is_finite"].all():
         return "diverges"
-    if rows["difference"].isna().any():
-        return UNDECIDED
     low, high = interval(rows, LEVEL)
     near_low, near_high = interval(rows, TWO_ONE_SIDED)
     if (rows["bf16_scatter"] < rows["scatter"] / 2).any():

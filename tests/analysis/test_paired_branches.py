@@ -125,6 +125,8 @@ def test_a_recipe_has_no_outcome_without_both_states(run):
 def test_a_replay_diverges_only_by_a_loss_that_is_not_finite(run, change, last, expected, at):
     cut(run, change, at, last)
     assert outcome("llm_int8", run) == expected
+    cut(run, "perturbed", at, 2.0)
+    assert outcome("llm_int8", run) == "undecided"
 
 
 def test_replays_with_a_later_change_do_not_count(run):
