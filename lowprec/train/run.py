@@ -49,7 +49,7 @@ def train_run(
     world: Ranks | None = None,
     progress: Progress | None = None,
     expected: str | None = None,
-    build_objects: Callable[[Config, Data, Ranks], Built] = build,
+    build_objects: Callable[[Config, Data, Ranks], Built] | None = None,
 ) -> Ended | None:
     """Trains a checked config into its run directory, from its newest checkpoint if it has one.
 
@@ -81,7 +81,7 @@ def train_run(
         try:
             with contextlib.closing(progress), watched(config, record, world):
                 ended, logger = _attempt(
-                    config, data, sources, record, stop, world, progress, build_objects
+                    config, data, sources, record, stop, world, progress, build_objects or build
                 )
         except BaseException as error:
             with ignored_child_signals():  # a broken pipe is often noticed before them
