@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from scipy import stats
 
-from analysis import measures, naming, style
+from analysis import marks, measures, naming, style
 from analysis.evidence import LEVEL, TWO_ONE_SIDED, UNDECIDED
 from analysis.figures.replays import CONTROL, PERTURBED
 from analysis.grammar import Panels
@@ -28,7 +28,6 @@ COLUMNS = (*measures.OF_A_RUN, "after", "recipe", "perturbation", "difference", 
 COLUMNS += ("num_bf16", "scatter", "bf16_scatter", "replayed_steps", "is_finite", "control_off")
 COLUMNS += ("outcome",)
 STATES, STEPS, NUM_BF16 = 2, 100, 5  # that the rule of `outcome` needs
-COLORS = ("#0072B2", "#D55E00")  # of states, in order
 
 
 def branches(runs: Runs) -> pd.DataFrame:
@@ -135,20 +134,21 @@ def outcome(rows: pd.DataFrame) -> str:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> None:
-    """A row for each recipe, with its 95% interval from each state; in bf16, all replays."""
-    recipes = sorted(set(frame["recipe"]), key=lambda name: naming.rank(name, naming.PRECISIONS))
-    for place, (after, part) in enumerate(frame.groupby("after")):
-        color, at = COLORS[place % len(COLORS)], part["recipe"].map(recipes.index) + 0.2 * place
-        percent = 100 * np.expm1(part["difference"])
-        ax.plot(percent, at, "o", ms=3, color=color, label=f"from step {after:,}")
-        low, high = (100 * np.expm1(end) for end in interval(part, LEVEL))
-        bars = part["recipe"] != BF16
-        ax.hlines(at[bars], low[bars], high[bars], color=color, lw=1)
-    ax.axvspan(-MARGIN, MARGIN, color="0.92", lw=0, zorder=0)
-    ax.axvline(0, color=style.OTHER, lw=0.8, zorder=0.5)
-    ax.set_yticks(np.arange(len(recipes)) + 0.1, map(in_print, recipes))
-    ax.invert_yaxis()
-    ax.grid(visible=False, axis="y")
+    """A row for each recipe and state: its replays, with the interval of a recipe's only one."""
+    ranks = frame["recipe"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+    places = frame.groupby([ranks, "run", "after"]).ngroup()
+    values = 100 * np.expm1(frame["difference"])
+    spread, names = marks.spread(places, values, log=False), []
+    for row, part in frame.groupby(places):
+        own, recipe, after = values[part.index], part["recipe"].iloc[0], part["after"].iloc[0]
+        low, high = (100 * np.expm1(end.iloc[0]) for end in interval(part, LEVEL))
+        marks.draw_row(
+            ax, row, own, own.mean(), style.color(recipe, ""), spread=spread[own.index],
+            ends=None if recipe == BF16 else (low, high), note=f"from step {after:,}",
+        )  # fmt: skip
+        names.append("" if in_print(recipe) in names else in_print(recipe))
+    marks.name_rows(ax, names)
+    marks.draw_reference(ax, 0, MARGIN, "x")
     ax.set_xlabel("training loss relative to bf16 (%)")
 
 
@@ -160,7 +160,8 @@ FIGURES = {
         size=(1.5, 2.2),
         what="training loss in each recipe from one state, relative to bf16,",
         text="Points: means over the second half of the replayed steps; bf16 has the unchanged "
-        "replay and those from weights perturbed in the last digit. Bars: 95% intervals by their "
-        f"standard deviation. Gray: {MARGIN:g}%, the margin of equality.",
+        "replay and those from weights perturbed in the last digit. Bars: their mean; 95% "
+        "intervals by the standard deviation in bf16. A cross: a replay that ended early. Gray: "
+        f"{MARGIN:g}%, the margin of equality.",
     )
 }

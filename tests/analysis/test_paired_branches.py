@@ -9,7 +9,7 @@ import pytest
 from analysis import load_runs
 from analysis.figures import branches, paired_branches
 from experiments import compact
-from tests.analysis.conftest import drawn
+from tests.analysis.conftest import drawn, points
 
 BOOKS = "precision.recipe=custom precision.products={output: {format: e4m3_bnb}}"
 NULLS = (-0.03, 0.01, 0.01, 0.01)  # log loss minus the control's, in the second half
@@ -173,5 +173,14 @@ def test_steps_survive_compaction_and_a_figure_shows_each_replay(run, tmp_path):
     [ax] = drawn(branches, frame)
     names = [text.get_text() for text in ax.get_yticklabels()]
     books = "fp8 tensor-wise, released code books"
-    assert names == ["bf16", "SwitchBack int8", "LLM.int8()", books]
-    assert [len(line.get_xdata()) for line in ax.get_lines()[:2]] == [8, 8]
+    assert names == ["bf16", "", "SwitchBack int8", "", "LLM.int8()", "", books, ""]
+    assert [text.get_text() for text in ax.texts] == ["from step 10", "from step 110"] * 4
+    shown = sorted(len(at) for at in points(ax, "o") if at)
+    assert shown == [1] * 6 + [5] * 2 and not points(ax, "X")
+
+
+def test_a_replay_that_ended_early_is_drawn_as_a_cross(run):
+    cut(run, "precision=llm_int8", 30, math.inf)
+    [ax] = drawn(branches, branches.query(load_runs(run)))
+    crosses = [line for line in ax.get_lines() if line.get_marker() == "X"]
+    assert [list(line.get_ydata()) for line in crosses] == [[5]]  # the second row of LLM.int8()
