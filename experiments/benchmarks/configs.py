@@ -14,7 +14,13 @@ OURS = (  # recipes of `layer`
     "hw_fp8_switchback",
     "hw_fp8_blockwise",
 )
-PEERS = ("bnb_switchback", "torchao_fp8_rowwise")
+PEERS = (
+    "bnb_switchback",
+    "dinov3",
+    "torchao_tensorwise",
+    "torchao_rowwise",
+    "torchao_rowwise_with_gw_hp",
+)
 OPEN_CLIP = ("open_clip eager", "open_clip")
 RECIPES = (
     "high",

@@ -1,12 +1,17 @@
 """The benchmark of a layer on tiny sizes; wrong numbers get no time."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from experiments.benchmarks import layer as bench_layer
 from experiments.benchmarks.configs import OURS, LayerConfig
-from experiments.benchmarks.peers import LINEAR_PEERS, LinearPeer
+from experiments.benchmarks.peers import LINEAR_PEERS, Dinov3Linear, LinearPeer
+from lowprec.formats import E4M3
 from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.timing import Step
+from lowprec.ops import reference
 
 
 @pytest.fixture
@@ -57,8 +62,44 @@ def test_ours_is_also_a_graph_on_a_gpu(measure):
 
 def test_peer_that_is_not_quantized_has_no_number_and_ours_go_on(measure, monkeypatch):
     plain = LinearPeer(torch.nn.Sequential, like="switchback_q", compiled=False)
-    monkeypatch.setitem(LINEAR_PEERS, "torchao_fp8_rowwise", plain)
-    lines = measure(cases=["torchao_fp8_rowwise", "switchback"])
-    [skipped] = [line for line in lines if line["case"] == "torchao_fp8_rowwise"]
+    monkeypatch.setitem(LINEAR_PEERS, "torchao_rowwise_with_gw_hp", plain)
+    lines = measure(cases=["torchao_rowwise_with_gw_hp", "switchback"])
+    [skipped] = [line for line in lines if line["case"] == "torchao_rowwise_with_gw_hp"]
     assert skipped["correct"] is False and skipped["ms"] is None
     assert any(line["ms"] for line in lines if line["case"] == "switchback")
+
+
+def test_fp8_layers_of_other_libraries_are_as_near_as_their_formats_allow(measure, monkeypatch):
+    pytest.importorskip("torchao.float8")
+    peers = [name for name in LINEAR_PEERS if name != "bnb_switchback"]
+    for name in peers:  # compiling takes seconds
+        plain = dataclasses.replace(LINEAR_PEERS[name], compiled=False)
+        monkeypatch.setitem(LINEAR_PEERS, name, plain)
+    lines = measure(cases=peers)
+    assert {line["case"]: line["correct"] for line in lines} == dict.fromkeys(
+        ["linear", *peers], True
+    )
+
+
+def test_dinov3s_products_have_its_scales():
+    rows = torch.arange(1, 65)[:, None]
+    x, g = ((torch.randn(64, width) * rows).bfloat16() for width in (32, 48))
+    linear = torch.nn.Linear(32, 48, dtype=torch.bfloat16)
+    weight = linear.weight.detach()
+    weight[5] *= 1000  # which scales the other rows in grad_input alone
+    layer = Dinov3Linear.like(linear)
+    output, grad_input, grad_weight, grad_bias = Step(layer, x.requires_grad_(), g)()
+
+    def product(a, b, granularity):
+        a, a_scale = reference.quantize(a.detach(), E4M3, "rowwise")
+        b, b_scale = reference.quantize(b, E4M3, granularity)
+        return reference.matmul(a, b, a_scale, b_scale, None, torch.float32)
+
+    for actual, expected in (
+        (output - linear.bias, product(x, weight, "rowwise")),
+        (grad_input, product(g, weight.T, "tensorwise")),
+    ):
+        for dim in (0, 1):
+            error = (actual - expected).norm(dim=dim) / expected.norm(dim=dim)
+            assert error.max() < 1e-2  # of bf16
+    assert torch.equal(grad_weight, g.T @ x) and torch.equal(grad_bias, g.sum(dim=0))
