@@ -129,6 +129,14 @@ def test_the_third_failure_in_a_row_ends_the_run_and_keeps_the_old_checkpoint(ru
     assert run({"save_every": 2}).state == "finished"
 
 
+def test_a_run_killed_after_its_last_save_is_finished_and_refuses_fewer_steps(run):
+    for _ in range(2):  # `train` itself does not ask whether the run has ended
+        assert run().state == "finished"
+    assert len(read_rows(run.folder / "metrics.jsonl")) == 12
+    with pytest.raises(CheckpointError, match="is at step 12, beyond num_steps=11"):
+        run({"num_steps": 11})
+
+
 def test_leftovers_of_a_killed_process_are_swept(run):
     run.killed_at_7()
     for name in (".tmp.step_000000008", ".trash.step_000000000"):
