@@ -33,7 +33,7 @@ from lowprec.formats import INT8, round_to_format
 from lowprec.optim import StableAdamW
 from lowprec.optim.loss_scaling import FixedScaler
 from lowprec.train import build as building
-from lowprec.train import watchdog
+from lowprec.train import state, watchdog
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
@@ -136,7 +136,10 @@ def train(
 
 @contextlib.contextmanager
 def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
-    """At some steps this rank's loss, or a gradient, is NaN; or its disk is full at their saves."""
+    """At some steps this rank's loss, or a gradient, is NaN; or its disk is full at their saves.
+
+    Or its memory is full at the first save.
+    """
 
     backward, write, calls = ContrastiveTask.backward, os.write, iter(range(1, 10**6))
 
@@ -161,6 +164,8 @@ def spoiling(what: str, steps: list[int], rank: int) -> Iterator[None]:
 
     if what == "disk":
         spoiled = mock.patch.object(os, "write", spoiled_write)
+    elif what == "memory":
+        spoiled = mock.patch.object(state, "save", side_effect=MemoryError("as told"))
     else:
         spoiled = mock.patch.object(ContrastiveTask, "backward", spoiled_backward)
     with spoiled:

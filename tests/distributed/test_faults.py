@@ -98,3 +98,16 @@ def test_a_full_disk_is_a_failed_save_in_all_ranks(ranks, make):
     assert event["step"] == 2
     for reason in (event["not saved"], read_status(run)["reason"]):
         assert "No space left" in reason
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_memory_that_is_full_at_a_save_of_rank_0_ends_all_ranks_which_say_so(ranks, make, name):
+    config = make({"name": f"memory_{name}", "distributed.name": name, "save_every": 2})
+    spoil = {"what": "memory", "steps": [], "rank": 0}
+    answer = ranks("train", 2, configs=[config], spoils=[spoil])
+    [run] = find_runs(f"{config['run_dir']}/memory_{name}")
+    zero, one = answer["logs"]
+    assert answer["codes"] == [1, 76] and max(answer["seconds"]) < 20, answer
+    assert "out of memory with model=nano" in zero
+    assert re.search("rank 0 .* at step 2, saving: failed: MemoryError: as told", one), one
+    assert read_status(run)["reason"] == "MemoryError: as told" and not list_checkpoints(run)
