@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from lowprec.data.open import Data
 from lowprec.optim.adamw_update import debiased
 from lowprec.optim.schedules import learning_rate
 from lowprec.runs.identity import directory
-from lowprec.runs.read import encode_row
+from lowprec.runs.read import encode_row, scan_rows
 from lowprec.train.build import Built, build
 from lowprec.train.distributed import Ranks
 from lowprec.train.source_digests import sources_of
 from lowprec.train.task import ContrastiveTask
 
+MEASURED = "predictors.jsonl"
 PATCH_EMBEDDING = "visual.conv1.weight"
 
 
@@ -33,21 +35,31 @@ def build_measured(config: Config, data: Data, world: Ranks, every: int) -> Buil
     measured so far.
     """
     built = build(config, data, world)
-    path = directory(config, sources_of(config, data)) / "predictors.jsonl"
+    run = directory(config, sources_of(config, data))
     plain, batches_from = plain_task(built), built.batches_from
 
     def measured_batches_from(first: int) -> Iterator[Batch]:
-        if first > every and not path.exists():
-            raise RunError(f"{path.parent} has {first - 1} steps that were not measured")
+        refuse_unmeasured(run, first - 1, every)
         for step, batch in enumerate(batches_from(first), first):
             if step % every == 0:
                 row = {"step": step, **measure(built, plain, step, batch)}
-                with open(path, "a") as file:
+                with open(run / MEASURED, "a") as file:
                     file.write(encode_row(row))
             yield batch
 
     built.batches_from = measured_batches_from
     return built
+
+
+def refuse_unmeasured(run: Path, last: int, every: int) -> None:
+    """Raises RunError if an `every`-th step of a run up to `last` was taken without measuring."""
+    due, rows = range(every, last + 1, every), scan_rows(run / MEASURED, {"step": int})[0]
+    if missing := sorted({*due} - {row.get("step") for row in rows}):
+        raise RunError(
+            f"{run}: {len(missing)} of {len(due)} rows are missing in {MEASURED}, which "
+            f"`experiments.train` does not write, the first of step {missing[0]}; with "
+            "run_dir=FOLDER, the run is trained and measured from its start in another folder"
+        )
 
 
 def plain_task(built: Built) -> ContrastiveTask:

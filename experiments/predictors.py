@@ -15,7 +15,10 @@ from experiments import train
 from experiments.entry import run_command
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
+from lowprec.data.open import open_data
+from lowprec.runs.identity import directory
 from lowprec.train.preflight import preflight
+from lowprec.train.source_digests import sources_of
 
 EVERY = 2  # steps
 NEEDED = {
@@ -41,11 +44,16 @@ def check(config: Config) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains a run and measures it."""
+    """Trains a run and measures it; RunError if steps of a run that has ended were not measured."""
     check(config)
-    from experiments.curvature import build_measured  # loads torch
+    from experiments.curvature import build_measured, refuse_unmeasured  # loads torch
 
-    train.main(config, build_objects=partial(build_measured, every=EVERY))
+    results: list[tuple] = []
+    train.main(config, results=results, build_objects=partial(build_measured, every=EVERY))
+    [(_, state, row)] = results
+    if state == "ended before":
+        run = directory(config, sources_of(config, open_data(config)))
+        refuse_unmeasured(run, row.get("step", 0), EVERY)
 
 
 if __name__ == "__main__":

@@ -119,11 +119,26 @@ def test_a_stopped_run_ends_the_command_as_that_of_train(make_config, monkeypatc
         predictors.main(make_config())
 
 
-def test_a_run_that_was_not_measured_from_its_start_is_not_continued(make_config):
+def test_steps_that_were_not_measured_are_named_at_a_resume_and_at_the_end(make_config, capsys):
     changes = {"schedule.name": "constant", "save_every": 3}
-    train_run(make_config({**changes, "num_steps": 3}))
-    with pytest.raises(RunError, match="has 3 steps that were not measured"):
-        predictors.main(make_config({**changes, "num_steps": 6}))
+    short, long = (make_config({**changes, "num_steps": num}) for num in (3, 6))
+    train_run(short)
+    with pytest.raises(RunError, match=r"1 of 1 rows are missing .* of step 2; .*run_dir=FOLDER"):
+        predictors.main(long)
+    train_run(long)
+    with pytest.raises(RunError, match="3 of 3 rows are missing in .* of step 2"):
+        predictors.main(long)
+
+
+def test_a_measured_run_that_has_ended_needs_no_more(make_config, capsys):
+    config = make_config({"num_steps": 5})
+    for _ in range(2):
+        predictors.main(config)
+    assert "finished at step 5; nothing to do" in capsys.readouterr().out
+    [path] = Path(config.run_dir).rglob("predictors.jsonl")
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    with pytest.raises(RunError, match="1 of 2 rows are missing in .* of step 4"):
+        predictors.main(config)
 
 
 def kurtosis64(x):
