@@ -300,6 +300,11 @@ def _find(texts: list[str]) -> Plan:
         if not names:
             start = "`python -m experiments.sweep submit ...` starts one"
             fault = f"no sweeps in {folder.parent} yet; {start}"
+        if (runs := folder.parents[1] / folder.name).is_dir():
+            fault += (
+                f"; {runs} has runs of `experiments.train`, which keeps no list of the runs to "
+                "come: `submit` with the same keys does and continues them"
+            )
         raise ConfigError([fault + nearest(folder.name, names)])
     return Plan(folder)
 

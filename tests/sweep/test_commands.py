@@ -36,6 +36,7 @@ def run(verb, *texts):
         (["status"], 2, "no sweeps in runs/sweeps yet; `.*submit ...` starts one"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
         (["resubmit"], 2, "resubmit --failed"),
+        (["status", "name=t"], 2, "runs/t has runs of `experiments.train`, .* `submit` with"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
         (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),
@@ -44,6 +45,7 @@ def run(verb, *texts):
 )
 def test_a_mistake_is_answered_with_a_way_out(here, capsys, monkeypatch, words, code, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (here / "runs" / "t").mkdir(parents=True)
     left = run(*words)
     assert (left if isinstance(left, int) else 1) == code
     printed = capsys.readouterr().err + (left if isinstance(left, str) else "")
