@@ -105,7 +105,11 @@ def render_default_shapes(folder: Path) -> None:
     with durable.locked(folder.parent / f".{folder.name}.lock"):
         if folder.exists():
             return
-        print(f"rendering {folder}, once: this takes about a minute", flush=True)
+        print(
+            f"rendering {folder.absolute()}, once for this working directory: about a minute; "
+            "'data.train=DIR/train-*.tar' 'data.val=DIR/val-*.tar' name another copy",
+            flush=True,
+        )
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         render_shapes(temporary)

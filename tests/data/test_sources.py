@@ -1,9 +1,13 @@
 """Tests how patterns of files and URLs are expanded, refused, and named without secrets."""
 
+from functools import partial
+
 import pytest
 
 from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
+from lowprec.data import open as opening
+from lowprec.data.shapes import render_shapes
 from lowprec.data.sources import expand, expand_urls, without_secrets
 from lowprec.train.preflight import preflight
 
@@ -96,3 +100,21 @@ def test_what_is_allowed_passes_if_curl_is_there(monkeypatch):
     with pytest.raises(ConfigError, match="opens http with curl: apt-get install curl"):
         check_command("http://h/{0..9}.tar", "[http]")
     assert check_command("pipe:cat a.tar", "[pipe]")
+
+
+def test_the_default_set_is_rendered_in_the_working_directory_and_found_from_others(
+    tmp_path, monkeypatch, capsys
+):
+    small = partial(render_shapes, num_train=8, num_val=4, image_size=16)
+    monkeypatch.setattr(opening, "render_shapes", small)
+    folder, digests = tmp_path / "here/data/shapes", []
+    elsewhere = [f"data.{part}={folder}/{part}-*.tar" for part in ("train", "val")]
+    for name, keys in (("here", []), ("there", elsewhere)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        [run] = compose_command(["batch_size=4", *keys])
+        digests.append(opening.open_data(run.config).digest(run.config))
+    assert digests[0] == digests[1] and not list((tmp_path / "there").iterdir())
+    printed = capsys.readouterr().out
+    assert printed.count("rendering") == printed.count(f"rendering {folder}, once for this") == 1
+    assert all(key.replace(str(folder), "DIR") in printed for key in elsewhere)
