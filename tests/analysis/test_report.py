@@ -36,7 +36,7 @@ class Page(HTMLParser):
     def __init__(self, html):
         super().__init__()
         self.open, self.ids, self.loads, self.tags, self.scripts = [], [], [], [], {}
-        self.text = ""
+        self.text, self.html = "", html
         self.feed(html)
         self.close()
         assert not self.open and not self.loads
@@ -348,6 +348,8 @@ def test_failures_and_damage_are_listed_with_their_reasons(make_run, page_of):
     assert failures.count("finished, collapsed") == failures.count("collapsed") == 1
     assert f"the loss has not left chance level, 4.85 {never}" in failures
     assert failures.count("finished, not learning") == 1
+    colors = set(re.findall(r'class="state (\w+)">finished, (collapsed|not learning)<', page.html))
+    assert colors == {("bad", "collapsed"), ("warn", "not learning")}
     assert failures.count("tensors are not there") == 1
     assert failures.count("finished, damaged") == 1
 

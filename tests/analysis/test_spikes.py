@@ -171,6 +171,13 @@ def test_a_collapse_is_named_and_where_it_ends(make_run, capsys):
     assert recovered in capsys.readouterr().out
 
 
+def test_a_loss_that_another_trainer_computed_has_no_chance_level(make_run):
+    losses = np.full(200, np.log(128))
+    [summary] = load_runs(make_run(num_steps=200, losses=losses)).summaries.to_dict("records")
+    assert spike_marks.collapse_of(summary, losses)[0] == "not learning"
+    assert spike_marks.collapse_of(summary | {"data.name": "unknown"}, losses) == ("", "")
+
+
 def test_a_single_outlier_is_named_where_no_loss_spikes(make_run, capsys):
     losses = 2 + 0.01 * np.sin(np.arange(300))
     losses[149] = 50

@@ -139,13 +139,19 @@ def test_status_shows_speed_accuracy_time_left_and_folder(here, tiny, no_launche
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text('{"step": 20, "loss": 3.0, "zero_shot/top1": 0.25}\n')
     (directory / "timing.jsonl").write_text('{"step": 20, "images_per_s": 4.0}\n')
+    (directory / "events.jsonl").write_text('{"collapsed": "low"}\n{"not_learning": "high"}\n')
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         capsys.readouterr()
         assert run("status") == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "running" in line][:1]
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "running" in line][:1]
     digest = directory.name.rpartition("-")[2]
     assert row.split() == f"1 0.002 running 20/100 3.000 25.0% 4 0:05:20 {digest}".split()
+    told = [
+        f"run 1 (optimizer.lr=0.002) {text}" for text in ("collapsed: low", "not learning: high")
+    ]
+    assert [line for line in lines if line.endswith(("low", "high"))] == told
 
 
 def test_one_of_several_sweeps_needs_its_name(here, tiny, no_launcher, capsys):
