@@ -326,7 +326,7 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
         unknown = [choice for choice in _values(override) if choice not in files]
         folder = f"{'conf/' * issubclass(schema, Config)}{key}"
         for choice in unknown:
-            near = _of_open_clip(choice, files) if key == "model" else ""
+            near = _same_name(choice, files) if key == "model" else ""
             near = near or nearest(choice, files)
             allowed = f"({folder} has {some(files, choice)})"
             faults.append(f"{key}={choice}: no such choice{near} {allowed}")
@@ -343,8 +343,8 @@ def _is_legal(override: Override, schema: type, faults: list[str]) -> bool:
     return True
 
 
-def _of_open_clip(choice: str, presets: list[str]) -> str:
-    """`; nearest: x` for an open_clip model's name, however it is written, or ""."""
+def _same_name(choice: str, presets: list[str]) -> str:
+    """`; nearest: x` for the name of a preset or of open_clip's, however it is written, or ""."""
 
     def plain(name: str) -> str:
         return "".join(filter(str.isalnum, name)).lower()
@@ -352,7 +352,7 @@ def _of_open_clip(choice: str, presets: list[str]) -> str:
     models = [name for name in open_clip_models() if plain(name) == plain(choice)]
     near = [f"model={name}" for name in presets if plain(name) == plain(choice)]
     near += [f"model=open_clip model.name={name}" for name in models]
-    return f"; nearest: {' or '.join(near)}" if models else ""
+    return f"; nearest: {' or '.join(near)}" if near else ""
 
 
 def _groups(schema: type) -> set[str]:

@@ -7,6 +7,7 @@ import pytest
 
 from analysis.report import __main__ as report_main
 from lowprec import waiting
+from lowprec.runs import durable
 from lowprec.sweep.plan import MARKS, Plan, PlannedRun
 
 
@@ -59,3 +60,13 @@ def test_a_watched_page_does_not_wait_for_runs_that_do_not_go_on(
     out = tmp_path / "report.html"
     assert report_main.main(["--runs", str(run.parent), "--out", str(out), "--watch", "5"]) == 0
     assert "1 run: 1 preempted" in out.read_text()
+
+
+def test_a_cancelled_run_goes_on_until_it_has_saved(make_run):
+    run = make_run(num_steps=60, steps=40, state="preempted")
+    plan = Plan.open(run.parent.parent / "sweeps" / run.parent.name)
+    plan.add([PlannedRun(0, "", f"{run.parent.name}/{run.name}", [], {"num_steps": 60})])
+    plan.mark(0, "cancelled").touch()
+    with durable.locked(run / ".lock"):
+        assert report_main.planned_runs(run.parent) == {run.name: True}
+    assert report_main.planned_runs(run.parent) == {run.name: False}

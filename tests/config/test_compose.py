@@ -33,6 +33,7 @@ BAD = {  # command: parts of its message
         "no such choice; nearest: model=vit_b32 or model=open_clip model.name=ViT-B-32 (",
     ),
     "model=rn50_X4": ("no such choice; nearest: model=open_clip model.name=RN50x4 (",),
+    "model=mini-B": ("no such choice; nearest: model=mini_b (",),
     "experiment=losscurves": ("nearest: loss_curves (", "loss_curves_mini", " more, see --help)"),
     "model.name=mini_h": ("model.name=mini_h", "use model=mini_h"),
     "model.image_size=null": ("model.image_size=null", "preset nano needs a number"),

@@ -83,6 +83,7 @@ def test_a_run_without_a_recorded_step_is_starting(plan):
     run_states = [State(0, "running", 12), State(1, "running")]
     num_steps = plan.runs[0].config["num_steps"]
     assert steps(plan, run_states) == f"run 0 at step 12 of {num_steps}, run 1 starting"
+    assert steps(plan, 5 * run_states[1:]) == "run 1 starting, " * 4 + "..."
 
 
 def test_a_users_own_pipe_is_trained_in_the_background(here, tiny, squares, monkeypatch):
