@@ -141,6 +141,7 @@ def test_a_sweep_runs_each_run_once_and_a_bad_one_does_not_stop_the_others(work,
     table = [line.split() for line in output.splitlines()]
     for seed, loss in zip("12", losses, strict=True):
         assert [seed, "ended", "before", "2", loss] in table
+    as_command(*command)  # without a remark, it stays
     assert all(read_config(run).remark == "later" for run in runs)
     names = {"data", "new", "runs", "w.safetensors", ".multirun", "two.txt"}
     assert {path.name for path in work.iterdir()} <= names
