@@ -156,6 +156,14 @@ def test_a_sweep_prints_its_overrides_as_they_can_be_typed_again_without_passwor
     assert first.sweep.overrides == expected and tuple(shlex.split(first.sweep.own)) == expected
 
 
+def test_several_processes_train_no_sweep(as_command, monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        as_command("-m", *TINY, "seed=1,2", "distributed=ddp")
+    assert "-m does not run in 2 processes; use " in capfd.readouterr().err
+
+
 SHARDS = "data=shards data.train=data/shapes/train-*.tar data.val=data/shapes/val-*.tar"
 FAULTS = {  # keys: parts of the message
     "data=shards data.train=nowhere/*.tar data.val=data/shapes/vla-*.tar data.classnames=no.txt"
