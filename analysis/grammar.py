@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis import bench, comparison, measures, naming, panels, spike_marks, style
+from analysis import bench, comparison, marks, measures, naming, panels, spike_marks, style
 from analysis.evidence import Sample
 from analysis.load import Runs
 
@@ -20,7 +20,6 @@ Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
 TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
-COUNTS = ("num_spikes", "num_large")  # of the loss spikes of a run, and of those over LARGE nats
 
 
 def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -61,6 +60,7 @@ class Figure:
         lines: the slug of a benchmark, whose lines are drawn in place of runs.
         what: what the figure shows, the first words of the caption.
         text: its sentences after the runs.
+        title: the finding in a sentence, computed from the frame, or "" for `words`.
     """
 
     studies: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class Figure:
     lines: str = ""
     what: str = ""
     text: str = ""
+    title: Callable[[pd.DataFrame], str] = lambda _: ""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -122,7 +123,9 @@ class Axis:
         reference: where a line is drawn; values up to `equal` from it have a gray band.
         where: selects the rows that it shows.
         interval: the mean of runs with its interval, which is drawn, or None.
-        note: a text about the runs of a row, which stands beside it.
+        least: where the axis begins; a triangle is a value below.
+        median: whether a bar at their median, not a line through means, shows the middle of runs.
+        note: a text about the runs of a row, which stands beside it; `noted` says what it is.
     """
 
     column: str
@@ -134,6 +137,13 @@ class Axis:
     where: Select = every
     interval: Callable[[pd.Series], Sample | None] = lambda _: None
     note: Callable[[pd.DataFrame], str] = lambda _: ""
+    noted: str = ""
+    least: float | None = None
+    median: bool = False
+
+    def middle(self, values: pd.Series) -> float:
+        """The mean or the median of some values."""
+        return values.median() if self.median else values.mean()
 
     def name(self, frame: pd.DataFrame) -> str:
         """The label."""
@@ -184,7 +194,7 @@ class Lines(Figure):
         facet: config key with a panel for each value; `label`: a panel for each label; "": one.
         split: divides a panel again, such as by family.
         smooth: whether lines are centered box averages (`style.smooth`).
-        spikes: whether titles count loss spikes, and each run of a label has a shade.
+        spikes: whether loss spikes are marked and counted, and each run of a label has a tone.
         band: config key, besides the seed, in which runs of one label may differ; their median, in
             a band from the smallest to the largest, takes the place of their lines.
     """
@@ -214,7 +224,7 @@ class Lines(Figure):
         order = [self.hue.order(head) for _, head in heads.iterrows()]
         heads = heads.assign(rank=ranks, order=order).sort_values(["rank", "order"], kind="stable")
         keys = (measures.RENAMED.get(key, key) for key in keys)
-        columns = dict.fromkeys([*measures.OF_A_RUN, *keys, "step", y, *COUNTS * self.spikes])
+        columns = dict.fromkeys([*measures.OF_A_RUN, *keys, "step", y, *["height"] * self.spikes])
         frame = measures.by_run(runs, heads, tuple(columns), self._of_run)
         if not self.band:
             return frame
@@ -224,9 +234,8 @@ class Lines(Figure):
     def _of_run(self, run: Runs, head: dict) -> pd.DataFrame:
         table = measures.recorded(run, self.y.column)
         if self.spikes:
-            heights = spike_marks.spikes_of_run(run, head)["height"]
-            counts = len(heights), int((heights > spike_marks.LARGE).sum())
-            table = table.assign(**dict(zip(COUNTS, counts, strict=True)))
+            spikes = spike_marks.spikes_of_run(run, head)[["step", "height"]]
+            table = table.merge(spikes, on="step", how="left")
         return table
 
     @property
@@ -246,9 +255,10 @@ class Lines(Figure):
     def _title(self, value: Any, title: str, panel: pd.DataFrame) -> str:
         title = ", ".join(filter(None, [naming.setting(self.facet, value), title]))
         if self.spikes:
-            num, large = panel.drop_duplicates("run")[list(COUNTS)].sum()
-            count = comparison.counted(num, "loss spike")
-            title += f"\n{count}, {large} over {spike_marks.LARGE:g} nat"
+            count = comparison.counted(panel["height"].count(), "spike")
+            large = (panel["height"] > spike_marks.LARGE).sum()
+            title += f"\n{count} \N{WHITE DOWN-POINTING TRIANGLE}, {large} over "
+            title += f"{spike_marks.LARGE:g} nat \N{BLACK DOWN-POINTING TRIANGLE}"
         return title
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
@@ -282,11 +292,13 @@ class Lines(Figure):
                 panels.mark_end(ax, run["step"], run[self.y.column], color)
             elif self.y.column == "loss":
                 panels.mark_above(ax, run, color)
+            if self.spikes:
+                marks.mark_spikes(ax, run)
         ax.set(xlim=(0, frame["step"].max()), ylabel=self.y.label)
         panels.step_axis(ax)
 
     def _draw_label(self, runs: pd.DataFrame, ax: Axes, label: str) -> None:
-        """Draws the runs that share a label, which names the one that ends in their middle."""
+        """Draws the runs that share a label, which names averaged lines or the middle one."""
         y, (color, dashes) = self.y.column, self.hue.look(runs.iloc[0])
         look = {"color": color, "ls": dashes}
         if self.band:
@@ -297,10 +309,10 @@ class Lines(Figure):
             return
         last = runs.groupby("run", sort=False)[y].last().sort_values()
         middle = last.index[(len(last) - 1) // 2]
-        for i, (name, run) in enumerate(runs.groupby("run", sort=False)):
+        tones = style.tones(color, len(last)) if self.spikes else [color] * len(last)
+        for tone, (name, run) in zip(tones, runs.groupby("run", sort=False), strict=True):
             values = style.smooth(run[y]) if self.smooth else run[y]
-            look["color"] = style.paler(color, 0.7 * i) if self.spikes else color
-            look["label"] = label if name == middle else None
+            look["color"], look["label"] = tone, label if self.smooth or name == middle else None
             ax.plot(run["step"], values, lw=1 if self.smooth else 0.6, rasterized=True, **look)
 
     def words(self, frame: pd.DataFrame) -> str:

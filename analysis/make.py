@@ -15,14 +15,13 @@ import logging
 import shlex
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import claims, cli
+from analysis import claims, cli, panels
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.figures import FIGURES
@@ -36,8 +35,6 @@ from lowprec.runs.environment import commit, package_version
 from lowprec.runs.read import ENDED
 from lowprec.waiting import doing
 
-MARK_COLOR = "#A61C00"
-CHARACTERS = 15  # of a mark, for each inch
 OTHERS = "to draw runs of another experiment: --experiment NAME, or any"
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
@@ -227,10 +224,8 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     with style():
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
-        if about["mark"]:
-            width = int(CHARACTERS * canvas.get_figwidth())
-            text = textwrap.fill(f"Marked: {about['mark']}", width)
-            canvas.suptitle(text, x=0.01, ha="left", fontsize=6.5, color=MARK_COLOR)
+        title = figure.title(frame) or figure.words(frame)
+        panels.add_title(canvas, title[:1].upper() + title[1:].rstrip(","), about["mark"])
         save(canvas, stem, frame)
     text = json.dumps(about, indent=2, allow_nan=False)
     durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())

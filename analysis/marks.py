@@ -6,8 +6,11 @@ from collections.abc import Collection
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.transforms import offset_copy
 
 from analysis import style
+from analysis.spike_marks import LARGE
+from lowprec.diagnostics.spikes import Protocol
 
 LOW = 0.04  # of the height of a panel: where a run without a value has its cross
 NEAR = 0.022  # of the range of values: points that are closer hide each other
@@ -23,31 +26,45 @@ def draw_runs(
     color: tuple,
     label: str,
     means: bool = True,
+    median: bool = False,
     dashes: str | tuple = "-",
     marker: str = "o",
-    hollow: pd.Series | None = None,
     every: Collection[float] = (),
     spread: pd.Series | float = 0.0,
 ) -> None:
     """A point for each run, pale beside a line through the means; a cross without a value.
 
-    Points are open where `hollow` is true, and moved sideways by `spread`. Across places of `every`
-    without a run, the line is dotted.
+    With `median`, a bar at the median takes the place of the line. Points are moved sideways by
+    `spread`. Across places of `every` without a run, the line is dotted.
     """
     mean = values.groupby(at).mean().dropna()
-    if means:
-        ax.plot(mean.index, mean, "o:", color=color, lw=0.8, ms=3)
+    if median:
+        middle = values.groupby(at).median()
+        ax.plot(middle.index, middle, "_", color=color, ms=10, mew=2, zorder=2.1)
+    elif means:
+        ax.plot(mean.index, mean, ":", color=color, lw=0.8, zorder=1.6)
+        ax.plot(mean.index, mean, "o", color=color, ms=4, mec="white", mew=0.6, zorder=2.1)
         mean = mean.reindex(sorted({*mean.index, *every}))
         ax.plot(mean.index, mean, color=color, label=label, ls=dashes)
     at = at + spread
-    filled = values.notna() & ~(hollow if hollow is not None else False)
     shade, size, order = (style.paler(color, 1), 2.5, 1.8) if means else (color, 4, 2)
     look = {"color": shade, "ms": size, "ls": "none", "marker": marker, "zorder": order}
-    ax.plot(at[filled], values[filled], label=None if means else label, **look)
-    if hollow is not None and hollow.any():
-        ax.plot(at[hollow], values[hollow], mfc="white", **look)
+    ax.plot(at[values.notna()], values.dropna(), label=None if means else label, **look)
     for place in at[values.isna()]:
         ax.plot(place, LOW, "X", color=color, ms=5.5, transform=ax.get_xaxis_transform())
+
+
+def mark_below(ax: Axes, at: pd.Series, values: pd.Series, least: float) -> None:
+    """Lets a y axis begin at `least`; values below have a triangle."""
+    ax.set_ylim(bottom=least)
+    below = at[values < least]
+    ax.plot(below, [LOW] * len(below), "v", color=style.OTHER, ms=4, zorder=3,
+            transform=ax.get_xaxis_transform())  # fmt: skip
+
+
+def slots(names: Collection, width: float) -> dict:
+    """By name, its place beside a value on an axis: the names share a width."""
+    return {n: (i - (len(names) - 1) / 2) * width / len(names) for i, n in enumerate(names)}
 
 
 def spread(places: pd.Series, values: pd.Series, log: bool) -> pd.Series:
@@ -76,27 +93,42 @@ def draw_row(
     color: str | tuple,
     *,
     spread: pd.Series,
-    hollow: pd.Series | None = None,
+    hollow: tuple[pd.Series, str] | None = None,
     ends: tuple[float, float] | None = None,
     note: str = "",
 ) -> None:
     """A pale point for each value in a row, a cross for NaN, and above them a bar at their middle.
 
-    A line joins the ends of an interval; a note stands beside the panel.
+    Points are open where `hollow` is true; what these are stands beside the largest value. A line
+    joins the ends of an interval; a note stands beside the panel.
     """
-    hollow = pd.Series(False, values.index) if hollow is None else hollow
+    hollow, name = hollow or (pd.Series(False, values.index), "")
     step = min(STEP, MOST / max(1, spread.abs().max()))  # 1 for none
     places, pale = row + UNDER + step * spread, style.paler(color, 1)
     for part, face in ((~hollow, pale), (hollow, "white")):
         ax.plot(values[part], places[part], "o", ms=3, mfc=face, mec=pale, mew=0.7)
+    if hollow.any() and hollow[last := values.idxmax()]:
+        ax.annotate(name, (values[last], places[last]), (4, 0), textcoords="offset points",
+                    fontsize=6.5, color=style.OTHER, va="center")  # fmt: skip
     for _ in range(values.isna().sum()):
         ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
     ax.plot(middle, row - OVER, "|", ms=6.5, mew=2, color=color)
     if ends:
         ax.plot(ends, [row - OVER] * 2, color=color, lw=1.8)
     if note:
-        ax.annotate(note, (1, row), (3, 0), xycoords=ax.get_yaxis_transform(), fontsize=7,
-                    textcoords="offset points", va="center")  # fmt: skip
+        note_row(ax, row, note)
+
+
+def note_none(ax: Axes, row: int) -> None:
+    """Writes in a row that there is nothing to show."""
+    ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
+                fontsize=6.5, va="center")  # fmt: skip
+
+
+def note_row(ax: Axes, row: int, note: str) -> None:
+    """Writes a note beside a row."""
+    ax.annotate(note, (1, row), (3, 0), xycoords=ax.get_yaxis_transform(), fontsize=7,
+                textcoords="offset points", va="center")  # fmt: skip
 
 
 def draw_reference(ax: Axes, at: float, equal: float, name: str) -> None:
@@ -108,6 +140,13 @@ def draw_reference(ax: Axes, at: float, equal: float, name: str) -> None:
     span(at - equal, at + equal, color="0.92", lw=0, zorder=0)
     end = {"ymax": 1 - 1 / len(ax.get_yticks())} if name == "x" else {}
     line(at, color=style.OTHER, lw=0.8, zorder=0.5, **end)
+
+
+def name_band(ax: Axes, at: float, equal: float) -> None:
+    """Writes what the gray band of `draw_reference` along x is, at its right end."""
+    ax.annotate(f"within {equal:g}% of bf16", (1, at - equal), (-2, 1.5), ha="right", fontsize=6.5,
+                xycoords=ax.get_yaxis_transform(), textcoords="offset points", color=style.OTHER,
+                zorder=4)  # fmt: skip
 
 
 def name_reference(ax: Axes, at: float, text: str) -> None:
@@ -125,3 +164,14 @@ def name_rows(ax: Axes, names: Collection[str], bold: Collection[bool] = ()) -> 
     ax.tick_params(axis="y", length=0)
     for text, is_bold in zip(ax.get_yticklabels(), bold, strict=False):
         text.set_fontweight("bold" if is_bold else "normal")
+
+
+def mark_spikes(ax: Axes, run: pd.DataFrame) -> None:
+    """A triangle over the peak of each loss spike of a run: filled if it is large."""
+    peaks = run["loss"][::-1].rolling(Protocol().within + 1, min_periods=1).max()[::-1]
+    peaks = peaks.clip(upper=ax.get_ylim()[1])
+    above = offset_copy(ax.transData, ax.figure, y=3.5, units="points")
+    for index, height in run["height"].dropna().items():
+        face = "black" if height > LARGE else "white"
+        ax.plot(run["step"][index], peaks[index], "v", ms=3.2, mfc=face, mec="black", mew=0.5,
+                transform=above, zorder=4, clip_on=False)  # fmt: skip

@@ -3,7 +3,6 @@
 import re
 
 import numpy as np
-import pandas as pd
 
 from analysis import comparison
 
@@ -32,17 +31,17 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
     "autograd_high": ("autograd function", "#392994"),
 }
-NARROW = {"grad_weight int8": ("int8 weight gradient only", "#4B2E83")}
+NARROW = {"output": "#56B4E9", "grad_input": "#0072B2", "grad_weight": "#4B2E83"}  # one product
 OPTIMIZERS = {  # optimizer.name, with its rule: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
     "stable_adamw_8bit": ("8-bit StableAdamW", (0, (8, 1.2)), "#2A1AE6"),
     "adamw": ("AdamW", (0, (3.2, 1.2)), "#000000"),
-    "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#56B4E9"),
+    "adamw_clip": ("AdamW + gradient clipping", (0, (1.2, 1.0)), "#E69F00"),
     "adamw_zclip": ("AdamW + ZClip", (0, (2, 1, 1, 1)), "#D55E00"),
-    "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#E69F00"),
+    "adamw_skip_step": ("AdamW + SkipStep", (0, (4, 1, 2, 1)), "#56B4E9"),
     "adamw_on_warning_clip": ("AdamW + clip on warning", (0, (6, 2)), "#CCBF6A"),
     "adamw_on_warning_skip": ("AdamW + skip on warning", (0, (3, 1, 1, 1)), "#5C4A12"),
-    "adamw_on_warning_beta2": ("AdamW + beta2 on warning", (0, (2, 2)), "#7F6BFF"),
+    "adamw_on_warning_beta2": ("AdamW + beta2 0.9 on warning", (0, (2, 2)), "#7F6BFF"),
     "muon": ("Muon", (0, (6, 1, 1, 1)), "#009E73"),
     "adagc": ("AdaGC", (0, (1, 2.5)), "#CC79A7"),
     "stable_spam": ("StableSPAM", (0, (3, 1, 1, 1, 1, 1)), "#6D8C2B"),
@@ -121,25 +120,6 @@ def optimizer_name(name: str) -> str:
     return OPTIMIZERS.get(name, (name,))[0]
 
 
-def family(precision: str) -> str:
-    """`int8` or `fp8` for a method in 8 bits, else ""."""
-    if "fp8" in precision:
-        return "fp8"
-    return "int8" if precision.startswith(("switchback", "llm_int8")) else ""
-
-
-def families(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Panels as (family, rows): int8 and fp8 methods, with the 16-bit ones in both.
-
-    There is one panel with all rows unless both families occur.
-    """
-    of_row = frame["precision"].map(family)
-    names = [name for name in ("int8", "fp8") if (of_row == name).any()]
-    if len(names) < 2:
-        return [("".join(names), frame)]
-    return [(name, frame[of_row.isin(["", name])]) for name in names]
-
-
 def rank(name: str, table: dict | tuple) -> tuple[int, str]:
     """Sort key: the order of a table above, then other names."""
     return (list(table).index(name) if name in table else len(table), name)
@@ -149,6 +129,17 @@ def join(items) -> str:
     """`a, b and c`."""
     words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def span(values, form: str = "{:.1f}") -> str:
+    """The smallest and the largest of some values: `2.3 to 2.7`, or `2.7` if both read so."""
+    low, high = (in_minus(form.format(end)) for end in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def in_minus(text: str) -> str:
+    """A number in print, with a minus sign in place of a hyphen."""
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def number(value: float) -> str:

@@ -25,6 +25,8 @@ SIDES = {
     (0, -1): ("center", "top"),
 }  # of a name beside a point
 LINE = 0.115  # inches, the height of a line of these names
+TITLE_CHARACTERS, LINE_OF_TITLE = 14, 0.16  # for each inch of a figure's title; inches
+MARK_COLOR, CHARACTERS_OF_MARK = "#A61C00", 15  # of a mark; for each inch
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
 CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of the run,
 SHORT = 400  # or of a run with fewer steps at the largest loss
@@ -45,6 +47,22 @@ def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None)
     for ax in axes[num:]:
         ax.remove()
     return axes[:num]
+
+
+def add_title(canvas: Figure, title: str, mark: str) -> None:
+    """Writes the title of a figure above its panels, and over it in red what marks the figure."""
+    if title:
+        width = int(TITLE_CHARACTERS * canvas.get_figwidth())
+        text = textwrap.fill(title, width, break_on_hyphens=False)
+        height = canvas.get_figheight() + LINE_OF_TITLE * (1 + text.count("\n"))
+        canvas.set_figheight(height)
+        canvas.suptitle(text, x=0.01, ha="left", fontsize=8.5, fontweight="bold")
+    if mark:
+        text = textwrap.fill(f"Marked: {mark}", int(CHARACTERS_OF_MARK * canvas.get_figwidth()))
+        height = canvas.get_figheight() + LINE * (2 + text.count("\n"))
+        canvas.set_figheight(height)
+        canvas.get_layout_engine().set(rect=(0, 0, 1, 1 - LINE * (1 + text.count("\n")) / height))
+        canvas.text(0.01, 1, text, va="top", fontsize=6.5, color=MARK_COLOR)
 
 
 def share_limits(axes: list[Axes]) -> None:
@@ -119,12 +137,12 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     There is a legend if three panels in a row share a name, if names are many or long, and if
     anything has a name but lines that end at the right. What the title of a panel says is left out.
     """
-    named, texts = [], []  # by panel: by label the line, and the lines of its text
+    named, texts = [], []  # by panel: by label its lines, and the lines of its text
     for ax in axes:
-        handles, labels = ax.get_legend_handles_labels()
-        first = dict(zip(reversed(labels), reversed(handles), strict=True))
-        named.append({label: first[label] for label in labels})
-        texts.append({label: _without(label, ax.get_title()) for label in labels})
+        named.append({})
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            named[-1].setdefault(label, []).append(handle)
+        texts.append({label: _without(label, ax.get_title()) for label in named[-1]})
     labels = [label for of_panel in named for label in of_panel]
     of_text = [line for of_panel in texts for text in of_panel.values() for line in text]
     if (
@@ -134,17 +152,20 @@ def name_lines(canvas: Figure, axes: list[Axes]) -> None:
         or not all(
             isinstance(handle, Line2D) and handle.get_ls() != "None" and _end(ax, handle)[0] > 0.7
             for ax, of_panel in zip(axes, named, strict=True)
-            for handle in of_panel.values()
+            for handle in itertools.chain(*of_panel.values())
         )
     ):
         legend_below(canvas, axes)
         return
     canvas.draw_without_rendering()  # sets the heights of panels
     for ax, of_panel, text in zip(axes, named, texts, strict=True):
+        line_height = LINE / (ax.get_position().height * canvas.get_figheight())
         ends = [
-            (*_end(ax, line), text[label], line.get_color()) for label, line in of_panel.items()
+            (*end, text[label], lines[0].get_color())
+            for label, lines in of_panel.items()
+            for end in _apart([_end(ax, line) for line in lines], line_height)
         ]
-        _name_ends(ax, ends)
+        _name_ends(ax, ends, line_height)
 
 
 def name_points(canvas: Figure, ax: Axes) -> None:
@@ -193,12 +214,21 @@ def _end(ax: Axes, line: Line2D) -> tuple[float, float]:
     return x, float(np.clip(np.nan_to_num(y), 0.0, 1.0))
 
 
-def _name_ends(ax: Axes, ends: list[tuple[float, float, list[str], tuple]]) -> None:
+def _apart(ends: list[tuple[float, float]], line_height: float) -> list[tuple[float, float]]:
+    """Of the ends of lines that share a name, the middle one of each bundle."""
+    ends = sorted(ends, key=lambda end: end[1])
+    is_new = np.diff([y for _, y in ends], prepend=-np.inf) > line_height
+    bundles = [[*of_bundle] for of_bundle in np.split(np.array(ends), np.flatnonzero(is_new)[1:])]
+    return [tuple(bundle[(len(bundle) - 1) // 2]) for bundle in bundles]
+
+
+def _name_ends(
+    ax: Axes, ends: list[tuple[float, float, list[str], tuple]], line_height: float
+) -> None:
     """Writes names beside a panel, as close to given points as they fit, and joins them to these.
 
     The points are in shares of the panel.
     """
-    line_height = LINE / (ax.get_position().height * ax.figure.get_figheight())
     ends = sorted(ends, key=lambda end: end[1])
     sizes = np.array([line_height * len(text) for *_, text, _ in ends])
     below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps
@@ -275,11 +305,13 @@ def value_axis(ax: Axes, log: bool, name: str = "y") -> None:
 
 
 def name_values(ax: Axes, label: str, name: str) -> None:
-    """Labels an axis of values; one of percentages or losses says if it does not begin at 0."""
+    """Labels an axis of values; one that is logarithmic or does not begin at 0 says so."""
     low, _ = getattr(ax, f"get_{name}lim")()
-    if low > 0 and getattr(ax, f"get_{name}scale")() == "linear":
+    is_log = getattr(ax, f"get_{name}scale")() == "log"
+    if low > 0:
         begin, is_unit, unit = label.partition(" (")
-        label = f"{begin} ({unit.removesuffix(')')}{', ' if is_unit else ''}axis not from 0)"
+        kind = "log scale" if is_log else "axis not from 0"
+        label = f"{begin} ({unit.removesuffix(')')}{', ' if is_unit else ''}{kind})"
     getattr(ax, f"set_{name}label")(label)
 
 

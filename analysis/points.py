@@ -14,7 +14,8 @@ from analysis.grammar import Axis, Facet, Figure, in_one_panel
 from analysis.load import Runs
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-SIDE = 0.07  # of the distance of two named values: points that would hide each other move aside
+SIDE, SLOTS = 0.1, 0.7  # of the distance of two named values: by which points that would hide
+# each other move aside, and that the hues share
 SHADE = "#F4E3E0"
 HEIGHT, REST = 0.2, 0.6  # inches: of a row, and of all that is below
 
@@ -28,16 +29,16 @@ class OfRuns(Figure):
         hue: the column whose values have colors; those in `order` come first.
         look: the color and the line style of a hue, by its first row.
         name: the name of a hue, by its first row. What all methods share is left out.
-        hollow: marks the runs that have open points.
+        hollow: marks the runs that have open points in rows, and what they are.
         facet: divides the frame into panels, with titles.
     """
 
     table: Callable[[Runs], pd.DataFrame]
     hue: str = "method"
     order: tuple = ()
-    look: Callable[[pd.Series], tuple] = style.look
+    look: Callable[[pd.Series], tuple] = style.look_of_recipe
     name: Callable[[pd.Series], str] | None = None
-    hollow: Callable[[pd.DataFrame], pd.Series] | None = None
+    hollow: tuple[Callable[[pd.DataFrame], pd.Series], str] | None = None
     facet: Facet = in_one_panel
 
     def query(self, runs: Runs) -> pd.DataFrame:
@@ -69,12 +70,12 @@ class OfRuns(Figure):
 
 @dataclass(eq=False, kw_only=True)
 class Points(OfRuns):
-    """A point for each run, by its values on two axes.
+    """A point for each run, by its values on two axes; with one named value of x, in rows.
 
     Attributes:
         x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
         means: whether a line joins the means of the runs at one place.
-        shade: the value of x from which on panels are shaded, with the reason, or None.
+        shade: the value of x from which on panels are faded, with the reason, or None.
     """
 
     x: tuple[Axis, ...]
@@ -84,17 +85,17 @@ class Points(OfRuns):
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A panel for each facet and pair of axes, with names beside lines or points."""
+        if all(x.names and len(x.names(frame)) == 1 for x in self.x):
+            own = {key: getattr(self, key) for key in ("table", "hue", "look", "name", "hollow")}
+            Rows(values=self.y, **own).draw(frame, canvas)  # in the order of the table
+            return
         frame = self._sorted(frame)
         parts, labels = self.facet(frame), self._labels(frame)
-        cells = [
-            ("" if i else title, part, *pair)
-            for title, part in parts
-            for i, pair in enumerate(self._pairs(frame))
-        ]
+        cells = [(title, part, *pair) for title, part in parts for pair in self._pairs(frame)]
         axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
             self.plot(part, ax, x, y, labels)
-            ax.set_title(title or f"gray: equal within {y.equal:g}%" * (y.equal > 0))
+            ax.set_title(title)
         for y in self.y:
             shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
@@ -113,32 +114,38 @@ class Points(OfRuns):
         places = frame[x.column].map([*named].index) if named else frame[x.column]
         places, values = places.astype(float), frame[y.column]
         is_log = panels.is_log(values, y.log)
-        spread = SIDE * marks.spread(places, values, is_log) if self.means else 0 * places
-        shapes = {}
+        hues, shapes = frame[self.hue], {}
+        slots = hues.map(marks.slots(hues.unique(), SLOTS * bool(named)))
+        side = SIDE / hues.nunique() if named else 0
+        spread = side * marks.spread(places + slots, values, is_log)
         for hue, part in frame.groupby(self.hue, sort=False):
             color, dashes = self.look(part.iloc[0])
+            slot = slots[part.index[0]]
             marks.draw_runs(
-                ax, places[part.index], values[part.index],
-                color=color, label=labels[hue], means=self.means, dashes=dashes,
+                ax, places[part.index] + slot, values[part.index],
+                color=color, label=labels[hue], dashes=dashes,
+                means=self.means, median=y.median,
                 marker="o" if self.means else shapes.setdefault(color, MARKERS[len(shapes)]),
-                hollow=self.hollow(part) if self.hollow else None,
-                spread=spread[part.index] if named else 0.0,
-                every=range(len(named)) if named else places,
+                spread=spread[part.index],
+                every=[place + slot for place in (range(len(named)) if named else places)],
             )  # fmt: skip
         ax.set_xlabel(x.name(frame))
         if named:
             panels.name_places(ax, named.values())
-            ax.set_xlim(-0.3, len(named) - 0.7)
+            ax.set_xlim(-0.4, len(named) - 0.6)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, is_log)
+        if y.least:
+            marks.mark_below(ax, places + slots, values, y.least)
         if y.reference is not None:
             marks.draw_reference(ax, y.reference, y.equal, "y")
+            marks.name_band(ax, y.reference, y.equal)
         if shade := self.shade(whole):
             start = [*named].index(shade[0]) - 0.5
-            ax.axvspan(start, ax.get_xlim()[1], color=SHADE, lw=0, zorder=0)
+            ax.axvspan(start, ax.get_xlim()[1], color=SHADE, alpha=0.75, lw=0, zorder=3)
             look = {"va": "top", "fontsize": 6.5, "transform": ax.get_xaxis_transform()}
-            ax.text(start, 0.99, f" {shade[1]}", **look)
+            ax.text(start + 0.08, 0.98, shade[1], zorder=4, **look)
 
     def words(self, frame: pd.DataFrame) -> str:
         """The y axes."""
@@ -165,13 +172,11 @@ class Rows(OfRuns):
     Attributes:
         values: each of these axes has a panel if a run has its value; else there is a cross.
         blocks: divides the rows of a panel into blocks, with titles.
-        key: what colors mean, the title of panels without one.
         size: width, in columns of text, of a panel.
     """
 
     values: tuple[Axis, ...]
     blocks: Facet = in_one_panel
-    key: str = ""
     size: float = 1.0
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
@@ -191,7 +196,7 @@ class Rows(OfRuns):
         cells = itertools.product(parts, shown)
         for ((title, rows), axis), ax in zip(cells, axes, strict=True):
             self.plot(rows, ax, axis)
-            ax.set_title(title or self.key * (ax is axes[0]))
+            ax.set_title(title)
         panels.label_outer(axes)
 
     def plot(self, rows: list[tuple[str, pd.DataFrame]], ax: Axes, axis: Axis) -> None:
@@ -203,24 +208,27 @@ class Rows(OfRuns):
         is_log = panels.is_log(values, axis.log)
         spread = marks.spread(places, values, is_log)
         for i, part in enumerate(parts):
-            if len(part):
+            if part.empty and len(rows[i][1]):
+                marks.note_none(ax, i)
+            elif len(part):
                 own = values[part.index]
                 sample = axis.interval(own)
-                hollow = self.hollow(part) if self.hollow else None
+                hollow = (self.hollow[0](part), self.hollow[1]) if self.hollow else None
+                middle, color = sample.mean if sample else axis.middle(own), self.look(part.iloc[0])
                 marks.draw_row(
-                    ax, i, own, sample.mean if sample else own.mean(), self.look(part.iloc[0])[0],
+                    ax, i, own, middle, color[0],
                     spread=spread[part.index], hollow=hollow,
                     ends=(sample.low, sample.high) if sample else None, note=axis.note(part),
                 )  # fmt: skip
         self._mark_bf16(parts, ax, axis.column)
         panels.value_axis(ax, is_log, "x")
-        marks.name_rows(ax, [name for name, _ in rows], [not len(part) for part in parts])
+        marks.name_rows(ax, [name for name, _ in rows], [part.empty for _, part in rows])
         if axis.reference is not None:
-            equal = axis.equal * self._has_interval(axis, whole)
-            marks.draw_reference(ax, axis.reference, equal, "x")
-            marks.name_reference(
-                ax, axis.reference, f"equal within {equal:g}%" if equal else "bf16"
-            )
+            marks.draw_reference(ax, axis.reference, axis.equal, "x")
+            text = f"within {axis.equal:g}% of bf16" if axis.equal else "bf16"
+            marks.name_reference(ax, axis.reference, text)
+        if any(axis.note(part) for part in parts if len(part)):
+            marks.note_row(ax, -1 if len(parts[0]) else 0, axis.noted)
         panels.name_values(ax, axis.name(whole), "x")
 
     def _rows(self, frame: pd.DataFrame, labels: dict) -> list[tuple[str, pd.DataFrame]]:
@@ -254,15 +262,6 @@ class Rows(OfRuns):
         return f"{super().caption(frame)} {text}"
 
     def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
-        """The axes of which a run has a value, or else the first one.
-
-        An axis with a margin of equality is last if there is no interval.
-        """
+        """The axes of which a run has a value, or else the first one."""
         drawn = [axis for axis in self.values if frame[axis.column].notna().any()]
-        drawn.sort(key=lambda axis: axis.equal > 0 and not self._has_interval(axis, frame))
         return drawn or [self.values[0]]
-
-    def _has_interval(self, axis: Axis, frame: pd.DataFrame) -> bool:
-        """Whether the runs of a row have an interval."""
-        rows = axis.where(frame).groupby([self.hue, "model"])[axis.column]
-        return any(axis.interval(values) is not None for _, values in rows)

@@ -8,10 +8,12 @@ that differ by a number (beta2, depth) get their colors from a color map.
 
 import io
 import math
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -25,7 +27,6 @@ COLUMN_WIDTH = 3.4  # inches
 SMOOTHING = 40  # steps, arXiv:2304.13013
 OTHER = "#666666"
 RMS = "#0072B2"  # RMS_t and its spikes
-INT8_GRADIENT = PRECISIONS["llm_int8"][1]
 
 
 def style() -> AbstractContextManager:
@@ -45,8 +46,8 @@ def save(figure: Figure, stem: Path, frame: pd.DataFrame) -> None:
 
 def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:
     """The color of a method; each further setting of it in one panel (`variant`) is paler."""
-    name = precision.partition("@")[0]
-    shade = {**PRECISIONS, **NARROW}.get(name, (name, OTHER))[1]
+    name = re.split("[@ ]", precision)[0]
+    shade = NARROW.get(name) or PRECISIONS.get(name, (name, OTHER))[1]
     shade = shade or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
     return paler(shade, variant)
 
@@ -57,7 +58,7 @@ def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
     return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
 
 
-def setting_color(variant: int, last: int) -> tuple[float, float, float]:
+def setting_color(variant: float, last: int) -> tuple[float, float, float]:
     """The color of a setting, numbered from 0 to `last`, where all lines share a method."""
     return _of_map("plasma", 0.85 * variant / last)
 
@@ -66,6 +67,15 @@ def paler(shade: str | tuple, variant: int) -> tuple[float, float, float]:
     """A color, paler with each variant."""
     share = 0.75 * (1 - 0.6**variant)
     return tuple(part + (1 - part) * share for part in to_rgb(shade))
+
+
+def tones(shade: str | tuple, num: int) -> list[tuple[float, float, float]]:
+    """`num` tones of a color, from dark to pale, for the seeds of one setting."""
+    shares = np.linspace(-0.45, 0.55, num) if num > 1 else [0.0]  # of black or white
+    return [
+        tuple(part + ((share > 0) - part) * abs(share) for part in to_rgb(shade))
+        for share in shares
+    ]
 
 
 def _of_map(name: str, at: float, variant: int = 0) -> tuple[float, float, float]:
@@ -83,8 +93,10 @@ def look(head: pd.Series) -> tuple[tuple[float, float, float], str | tuple]:
     return color_of_method, line_style(head["optimizer"])
 
 
-def look_of_precision(head: pd.Series) -> tuple[tuple[float, float, float], str]:
-    """The color of a run's precision, gray for bf16, and a solid line."""
+def look_of_recipe(head: pd.Series) -> tuple[tuple[float, float, float], str]:
+    """The color of a run's recipe, or else of its precision, gray for bf16, and a solid line."""
+    if "recipe" in head:
+        return color(head["recipe"], ""), "-"
     return color(head["precision"], "", head["variant"]), "-"
 
 
@@ -92,8 +104,11 @@ def log_axis(ax: Axes, name: str = "y") -> None:
     """A logarithmic axis: 0.2, 0.5, 1, 2, 5, or more of them, or only powers of ten."""
     getattr(ax, f"set_{name}scale")("log")
     axis, (low, high) = getattr(ax, f"{name}axis"), getattr(ax, f"get_{name}lim")()
-    subs = (1.2, 1.5, 2, 3, 4, 5, 7) if high < 6 * low else (2, 5) if high < 300 * low else ()
+    subs = (2, 5) if high < 300 * low else ()
+    if high < 6 * low:
+        subs = (1.2, 1.5, 2, 3, 4, 5, 7) if high > 2.5 * low else (1.2, 1.4, 1.6, 1.8, 2, 4, 6, 8)
     axis.set_minor_locator(LogLocator(subs=subs))
+    ax.tick_params(axis=name, which="both", length=3)  # else labels stand at two heights
     for which in ("major", "minor"):
         getattr(axis, f"set_{which}_formatter")("{x:,g}")
 

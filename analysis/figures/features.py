@@ -33,20 +33,30 @@ def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
                 marker="o", ms=2.5, label=label)  # fmt: skip
     ax.set(
         xlabel="block of the vision tower",
-        ylabel="mean absolute value\nof a block's output",
+        ylabel="mean absolute value of a\nblock's output (log scale)",
     )
     style.log_axis(ax)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def ends_of_features(frame: pd.DataFrame) -> str:
+    """The title of `feature_magnitude`: the last block at the last step, by intervention."""
+    last = frame[(frame["at"] == "last") & (frame["block"] == frame["vision_layers"] - 1)]
+    means = last.groupby("intervention")["feature_mean"].mean()
+    if frame["model"].nunique() > 1 or set(means.index) != {"none", "zero_init"}:
+        return ""
+    none, zero_init = means["none"], means["zero_init"]
+    return f"The last block's features end at {none:.2g}, with zero-init at {zero_init:.2g}"
 
 
 SIZE_STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
 BF16, ROUNDING = "bf16", "bf16, other rounding"
 EARLY = 0.1  # of the steps: the early record
 GRADIENTS = {  # in print: formats of the weight gradient
-    "weight gradient in int8": ("int8",),
-    "weight gradient in 4 bits (e2m1)": ("e2m1",),
-    "weight gradient in fp8": ("e4m3", "e5m2"),
-    "weight gradient in 16 bits": ("",),
+    "in int8": ("int8",),
+    "in 4 bits, e2m1": ("e2m1",),
+    "in fp8": ("e4m3", "e5m2"),
+    "in 16 bits": ("",),
     ROUNDING: (ROUNDING,),
 }
 
@@ -101,24 +111,31 @@ def _sizes(run: Runs, head: dict) -> pd.DataFrame:
     return pd.concat(records).rename(columns={"size": "feature_mean"})
 
 
-def look_of_gradient(head: pd.Series) -> tuple:
-    """Green for an int8 weight gradient, gray for bf16, and blue for others."""
-    colors = {"int8": style.INT8_GRADIENT, ROUNDING: style.OTHER}
-    return colors.get(head["gradient"], style.RMS), "-"
-
-
 def by_gradient(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Blocks of recipes with the same format of the weight gradient, without bf16."""
     frame = frame[frame["recipe"] != naming.precision(BF16)]
     parts = {name: frame[frame["gradient"].isin(formats)] for name, formats in GRADIENTS.items()}
     return [
-        (f"{name}: {part['run'].nunique()} runs", part) for name, part in parts.items() if len(part)
+        (f"{name} ({part['run'].nunique()} runs)", part)
+        for name, part in parts.items()
+        if len(part)
     ]
 
 
+def largest_features(frame: pd.DataFrame) -> str:
+    """The title of `feature_size`: the features of an int8 weight gradient, if largest."""
+    last = frame[(frame["at"] == "last") & (frame["recipe"] != naming.precision(BF16))]
+    means = last.groupby("gradient")["ratio"].mean()
+    if means.empty or means.idxmax() != "int8":
+        return ""
+    return (
+        f"With the weight gradient in int8, features end {means['int8']:.1f} times as large as in "
+        f"bf16, otherwise at most {means.drop('int8').max():.1f} times"
+    )
+
+
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
-DEPTHS = {0: ("first block", "#440154"), 1: ("last block", "#1F9E89")}  # share: (in print, color)
-BETWEEN = ("blocks between", "#A0A0A0")
+ENDS = {0: " (first)", 1: " (last)"}  # share of the depth: in print
 BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 
@@ -152,8 +169,9 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
     """The runs of one label: lines by block, the first and the last in color."""
     head = frame.iloc[0]
     for (_, block), line in frame.groupby(["run", "block"]):
-        label, color = DEPTHS.get(block / max(1, head["vision_layers"] - 1), BETWEEN)
-        look = {"color": color, "zorder": 1.5 if color == BETWEEN[1] else 2}
+        depth = block / max(1, head["vision_layers"] - 1)
+        label = f"block {block}{ENDS.get(depth, '')}"
+        look = {"color": style.setting_color(depth, 1)}
         ax.plot(line["step"], line["gradient"], alpha=0.12, lw=0.5, rasterized=True, **look)
         ax.plot(line["step"], line["gradient_smoothed"], lw=1, label=label, **look)
     lowest, highest = frame["gradient"].quantile([BELOW, 1])
@@ -165,8 +183,25 @@ def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
     panels.step_axis(ax)
 
 
+def ratios_of_ends(frame: pd.DataFrame) -> str:
+    """The title of `gradient_magnitude`: the first block's gradient by the last one's, at the end.
+
+    Means over the last tenth of the steps.
+    """
+    late = frame[frame["step"] > 0.9 * frame["num_steps"]]
+    means = late.groupby(["intervention", "run", "block"])["gradient"].mean()
+    ends = means.groupby(level=[0, 1]).agg(["first", "last"])
+    spans = (ends["first"] / ends["last"]).groupby(level=0).agg(naming.span, "{:.2g}")
+    if set(spans.index) != {"none", "zero_init"}:
+        return ""
+    return (
+        f"The first block's gradient ends {spans['none']} times the last block's, with zero-init "
+        f"{spans['zero_init']} times"
+    )
+
+
 PRODUCT, OPERAND = "grad_weight", "g"
-COMPARED = ("llm_int8", "fp8_tensorwise")  # in color
+COMPARED = ("llm_int8", "fp8_tensorwise")  # with bands
 VISION, TEXT = "vision tower", "text tower"
 
 
@@ -212,17 +247,23 @@ def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db", fp8: str 
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
-        is_compared = recipe in COMPARED
-        look = {"color": style.color(recipe, "") if is_compared else "#999999"}
-        look["zorder"] = 2 if is_compared else 1.5
-        if is_compared:
-            ax.fill_between(middle.index, low, high, alpha=0.2, lw=0, **look)
+        color = style.color(recipe, "")
+        if recipe in COMPARED:
+            ax.fill_between(middle.index, low, high, alpha=0.2, lw=0, color=color)
         name = fp8 if fp8 and "fp8" in recipe else naming.precision(recipe)
-        ax.plot(
-            middle.index, middle, "-o", ms=2.5, lw=1.3 if is_compared else 0.8, label=name, **look
-        )
+        ax.plot(middle.index, middle, "-o", ms=2.5, color=color, label=name)
     ax.set_ylabel("signal to noise of the weight\ngradient (dB), higher is better")
     panels.step_axis(ax)
+
+
+def most_zeros(frame: pd.DataFrame) -> str:
+    """The title of `layer_noise`: the share of elements of g that int8 and fp8 turn into 0."""
+    last = frame[frame["step"] == frame["step"].max()]
+    zeros = last.groupby("recipe")["underflowed"].median()
+    if not set(COMPARED) <= set(zeros.index):
+        return ""
+    int8, fp8 = (f"{zeros[recipe]:.0%}" for recipe in COMPARED)
+    return f"int8 turns {int8} of the output gradient into 0 at the end, fp8 {fp8}"
 
 
 def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
@@ -238,6 +279,7 @@ FIGURES = {
         table=magnitudes,
         plots=(plot_magnitudes,),
         facet=by_model,
+        title=ends_of_features,
         what="mean magnitude of the output of each block of the vision tower",
         text="Dotted: the first record; solid: the last. After figure 5 (right), arXiv:2304.13013, "
         "which begins at initialization.",
@@ -256,9 +298,10 @@ FIGURES = {
             ),
         ),
         hue="at",
-        order=("last", "early"),
+        order=("early", "last"),
         blocks=by_gradient,
-        look=look_of_gradient,
+        look=lambda head: (style.OTHER if head["gradient"] == ROUNDING else style.RMS, "-"),
+        title=largest_features,
         name=lambda head: f"step {head['step']:,}",
         size=1.7,
         what="E[abs(x)] of the output of the last block of the vision tower",
@@ -272,6 +315,7 @@ FIGURES = {
         plots=(plot_gradients,),
         facet=by_label,
         size=(1, 2.0),
+        title=ratios_of_ends,
         what="gradient of the MLP's output layer (mlp.c_proj.weight) of blocks of the vision tower",
         text="After the appendix of arXiv:2304.13013, which shows the mean in place of the norm. "
         f"Lines: centered box average over at most {style.SMOOTHING} records of a run, edges cut; "
@@ -285,6 +329,7 @@ FIGURES = {
         plots=(plot_noises, plot_zeros),
         facet=by("tower"),
         size=(1, 2.2),
+        title=most_zeros,
         what="weight gradients of layers",
         text="If each recipe quantizes them: signal to quantization noise, and the share of "
         "elements of the output gradient g that become 0. Lines: medians of layers; bands, for two "

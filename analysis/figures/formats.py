@@ -5,12 +5,19 @@ Not in the paper, which precedes most of the formats.
 
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from analysis import comparison, measures, naming
-from analysis.figures.scores import GREEN, MEASURES, SCORES, look_by_gradient, scores
+from analysis import comparison, measures
+from analysis.figures.scores import (
+    MEASURES,
+    SCORES,
+    cost_of_gradient,
+    named_by_exception,
+    scores,
+)
 from analysis.load import Runs
 from analysis.points import Rows
 from lowprec.nn.recipe import RECIPES, Operand
@@ -68,6 +75,11 @@ def by_class(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [*frame.groupby(names, sort=False)]
 
 
+def name_with_bits(head: pd.Series) -> str:
+    """`fp8 tensor-wise, simulated, 8 bits`, in a block that says the same without them."""
+    return f"{named_by_exception(head)}, {round(head['bits'], 2):g} bits"
+
+
 FIGURES = {
     "formats": Rows(
         studies=("formats", "accuracy_vs_size"),
@@ -75,12 +87,11 @@ FIGURES = {
         table=by_bits,
         values=SCORES,
         blocks=by_class,
-        look=look_by_gradient,
-        key=GREEN,
-        name=lambda head: f"{naming.precision(head['precision'])}, {round(head['bits'], 2):g} bits",
+        name=name_with_bits,
+        title=partial(cost_of_gradient, "recall"),
         what="mean R@1 and validation loss",
         text="Bits: the mean over the operands of a layer's three products, "
         "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
-        "its format as the mean over its steps. Green: an int8 weight gradient.",
+        "its format as the mean over its steps.",
     )
 }

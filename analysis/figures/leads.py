@@ -12,7 +12,6 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from analysis import comparison, measures, naming, paper, spike_marks, style
-from analysis.comparison import counted
 from analysis.grammar import ANYTHING, Panels, by
 from analysis.load import Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
@@ -141,8 +140,17 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     ax.grid(visible=False, axis="y")
     num = int(table["num_loss_spikes"].max()) if len(table) else 0
     ax.set_xlabel(f"loss spikes that follow an RMS spike of the tensor (of {num})")
-    ax.set_title(f"the {counted(len(table), 'tensor')} that stand out most from chance")
     ax.legend(loc="lower right")
+
+
+def most_followed(frame: pd.DataFrame) -> str:
+    """The title of `tensors_before_spikes`."""
+    table = pooled(frame)
+    if not table["num_following"].any():
+        return ""
+    first = table.loc[table["num_following"].idxmax()]
+    counts = f"{first['num_following']:.0f} of {first['num_loss_spikes']:.0f} loss spikes"
+    return f"{counts} follow an RMS spike of one tensor, the most: {naming.tensor(first.name)}"
 
 
 FIGURES = {
@@ -164,6 +172,7 @@ FIGURES = {
         table=tensors,
         plots=(plot_tensors,),
         size=(2, 2.8),
+        title=most_followed,
         what="loss spikes after RMS spikes of each tensor",
         text="Counted from the onset of the loss spikes. Orange: tensors after whose RMS spikes "
         "more loss spikes follow than by chance, at a false discovery rate of "

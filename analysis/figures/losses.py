@@ -1,21 +1,28 @@
 """Figures of the training loss by step: a line for each run, in a panel for each setting."""
 
 from dataclasses import replace
+from functools import partial
 
 import pandas as pd
 
-from analysis import naming, style
+from analysis import measures, naming, spike_marks, style
 from analysis.figures.scores import in_16_bits_beside
-from analysis.grammar import Hue, Lines
+from analysis.grammar import Hue, Lines, by
 
 PLAIN, CLIPPING = "no change", "gradient clipping"
-TENSORWISE = {"custom": "FP4 (e2m1)"}  # of `fp8_fixes_mini`
+TENSORWISE = {"custom": ("tensor-wise FP4", "#2A1AE6")}  # of `fp8_fixes_mini`
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
 SWEEPS = {  # of spikes: the config key, the figure that it follows
     "size": ("model.name", "figure 6"),
     "batch": ("batch_size", "figure 7"),
     "lr": ("optimizer.lr", "figure 8"),
     "precision": ("precision.label", "figures 6 to 8"),
+}
+SETTINGS = {  # in words
+    "model.name": "in larger models",
+    "batch_size": "in larger batches",
+    "optimizer.lr": "at higher learning rates",
+    "precision.label": "by precision",
 }
 DASHES = (0, (5, 1.2))
 
@@ -67,30 +74,73 @@ def look_of_change(head: pd.Series) -> tuple:
     if head["label"].startswith(CLIPPING):
         color = naming.OPTIMIZERS["adamw_clip"][2]
     elif head["label"].startswith(PLAIN):
-        color = naming.PRECISIONS["fp8_tensorwise"][1]
+        color = TENSORWISE.get(head["precision"], ("", style.color(head["precision"], "")))[1]
     elif head["intervention"] == "none":
-        return style.look_of_precision(head)
+        return style.look_of_recipe(head)
     return style.paler(color, head["variant"]), "-"
 
 
 def by_narrow_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """One panel, whose title has the precision of the runs with changes."""
     names = [label for label in frame["precision"].unique() if label != "bf16"]
-    names = naming.join(TENSORWISE.get(name, naming.precision(name)) for name in names)
-    return [(f"all but bf16 in {names}", frame)]
+    names = naming.join(TENSORWISE.get(name, (naming.precision(name),))[0] for name in names)
+    return [(f"{names} and bf16", frame)]
 
 
-def families_and_optimizers(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Panels by family of recipes, and by optimizer if there are several."""
-    if frame["optimizer"].nunique() == 1:
-        return naming.families(frame)
-    families = naming.families(frame)
-    several = len(families) > 1
-    return [
-        (", ".join(filter(None, [family * several, naming.optimizer_name(optimizer)])), part)
-        for family, of_family in families
-        for optimizer, part in of_family.groupby("optimizer", sort=False)
-    ]
+def by_optimizer(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each optimizer, which its title names if there are several."""
+    parts = by("optimizer", naming.optimizer_name)(frame)
+    return parts if len(parts) > 1 else [("", frame)]
+
+
+def final_losses(frame: pd.DataFrame, by: list[str]) -> pd.Series:
+    """`measures.final_loss` of each run, by some columns."""
+    return frame.groupby([*by, "run"], sort=False)["loss"].agg(measures.final_loss)
+
+
+def compare_ends(frame: pd.DataFrame) -> str:
+    """The title of `loss_curves`: whether the ranges over seeds of two recipes overlap."""
+    ends = final_losses(frame, ["model", "optimizer", "precision"])
+    spans = ends.groupby(level=[0, 1, 2], sort=False).agg(["min", "max", "size"])
+    names = spans.index.unique("precision")
+    if len(names) == 2 and (spans["size"] > 1).all():
+        spans = spans.unstack()
+        overlap = spans["min"].max(axis=1) <= spans["max"].min(axis=1)
+        pair = " and ".join(map(naming.precision, names))
+        if overlap.all():
+            return f"The losses of {pair} overlap across seeds"
+    return ""
+
+
+def best_change(frame: pd.DataFrame) -> str:
+    """The title of `fp8_fixes`: the change with the lowest loss at the end."""
+    ends = final_losses(frame, ["label"]).groupby(level=0, sort=False).mean()
+    ends.index = ends.index.str.split(r" \(|, ", regex=True).str[0]
+    if frame["model"].nunique() > 1 or not {"bf16", PLAIN} < {*ends.index}:
+        return ""
+    best = ends.drop("bf16").idxmin()
+    text = "No change helps" if best == PLAIN else f"{best} helps most"
+    return f"{text}: loss {ends[best]:.1f} at the end, {ends['bf16']:.1f} in bf16"
+
+
+def more_spikes(setting: str, frame: pd.DataFrame) -> str:
+    """The title of a sweep: how the number of large spikes grows with a setting."""
+    groups = frame.groupby(measures.RENAMED.get(setting, setting), sort=False)
+    large = groups["height"].agg(lambda heights: (heights > spike_marks.LARGE).sum())
+    is_more = setting != "precision.label" and (large.diff().dropna() > 0).all() and len(large) > 1
+    return (
+        f"{'More l' if is_more else 'L'}oss spikes over 1 nat {SETTINGS[setting]}: "
+        + naming.join(large)
+    )
+
+
+def fewest_spikes(frame: pd.DataFrame) -> str:
+    """The title of `beta2_schedule`."""
+    counts = frame.groupby("label", sort=False)["height"].count()
+    fewest = counts[counts == counts.min()]
+    if len(counts) == 1 or len(fewest) > 1:
+        return ""
+    return f"Fewest loss spikes with {fewest.index[0].split(',')[0]}"
 
 
 BETA2 = Hue(
@@ -115,9 +165,10 @@ CHANGE = Hue(
 FIGURES = {
     "loss_curves": Lines(
         studies=("loss_curves", "accuracy_vs_size"),
-        hue=Hue(look=style.look_of_precision),
-        split=families_and_optimizers,
+        hue=Hue(look=style.look_of_recipe),
+        split=by_optimizer,
         smooth=True,
+        title=compare_ends,
         text="After figure 2, arXiv:2304.13013.",
     ),
     "fp8_fixes": Lines(
@@ -127,6 +178,7 @@ FIGURES = {
         hue=CHANGE,
         split=by_narrow_format,
         smooth=True,
+        title=best_change,
         text="After figure 5 (left), arXiv:2304.13013. All runs but those in 16 bits have one "
         "scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 (FP4), "
         "and one change. The paper's ViT-L/14: zero-init layer-scale trains as bf16 does; gradient "
@@ -137,6 +189,7 @@ FIGURES = {
         hue=SCHEDULE,
         facet="label",
         spikes=True,
+        title=fewest_spikes,
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
         "t.",
     ),
@@ -145,9 +198,10 @@ FIGURES = {
             studies=(f"spikes_vs_{name}", "stability"),
             same_but=(key,),
             where=without_near_rates,
-            hue=replace(BETA2, look=style.look_of_precision) if name == "precision" else BETA2,
+            hue=replace(BETA2, look=style.look_of_recipe) if name == "precision" else BETA2,
             facet=key,
             spikes=True,
+            title=partial(more_spikes, key),
             text=f"After {after}, arXiv:2304.13013.",
         )
         for name, (key, after) in SWEEPS.items()

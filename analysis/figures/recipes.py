@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analysis import comparison, measures, naming, style
+from analysis import comparison, measures, naming
 from analysis.evidence import Sample
-from analysis.figures.scores import GREEN, look_by_gradient, rates, scores, weight_gradient
+from analysis.figures.scores import rates, scores, weight_gradient
 from analysis.grammar import Axis, by_model
 from analysis.load import Runs
 from analysis.points import Points, Rows
@@ -66,11 +66,6 @@ def at_step(frame: pd.DataFrame) -> str:
     return f"mean absolute value of the\nlast vision block, step {step},\nrelative to bf16"
 
 
-def look_of_recipe(head: pd.Series) -> tuple:
-    """The color of a recipe; bf16 is gray."""
-    return style.color(head["recipe"], ""), "-"
-
-
 def ended_at_several_rates(heads: pd.DataFrame) -> pd.DataFrame:
     """The runs that ended, of the precisions that ran at several rates if a model has some."""
     heads = heads[heads["state"].isin(ENDED)]
@@ -93,7 +88,18 @@ def degraded(frame: pd.DataFrame) -> tuple[float, str] | None:
     above = frame["validation_loss"] - in_bf16(frame)["validation_loss"].min()
     trains = (above <= TRAINS).groupby(frame["lr"]).any()
     from_here = [lr for lr in trains.index if not trains[lr:].any()]
-    return (from_here[0], "all runs degraded") if from_here else None
+    return (from_here[0], f"no run within\n{TRAINS:g} nats of the best") if from_here else None
+
+
+def best_rate(frame: pd.DataFrame) -> str:
+    """The title of `rate_map`."""
+    if frame["model"].nunique() > 1 or in_bf16(frame).empty:
+        return ""
+    losses = in_bf16(frame).groupby("lr")["validation_loss"].mean()
+    text = f"bf16 ends lowest at {naming.number(losses.idxmin())}"
+    if found := degraded(frame):
+        text += f"; from {naming.number(found[0])} on, no recipe comes near that loss"
+    return text
 
 
 def in_bf16(frame: pd.DataFrame) -> pd.DataFrame:
@@ -115,7 +121,28 @@ def change_in_words(part: pd.DataFrame) -> str:
     """`+0.8 (-1.0 to 2.7)`: `mean_change` of a row."""
     sample = mean_change(part["loss_change"])
     text = f"{sample.mean:+.1f} ({sample.low:.1f} to {sample.high:.1f})" if sample else ""
-    return text.replace("-", "\N{MINUS SIGN}")
+    return naming.in_minus(text)
+
+
+def against_bf16(frame: pd.DataFrame) -> str:
+    """The title of `recipes_by_size`: which losses equal bf16's, or else what features do."""
+    rows = beside_bf16(frame).groupby(["recipe", "model"], sort=False)
+    samples = {recipe: mean_change(part["loss_change"]) for (recipe, _), part in rows}
+    if frame["model"].nunique() == 1 and None not in samples.values():
+        equal = [name for name, s in samples.items() if -MARGIN < s.low and s.high < MARGIN]
+        higher = [name for name, s in samples.items() if s.low > 0 and name not in equal]
+        names = [naming.join(map(naming.precision, part)) for part in (equal, higher)]
+        texts = (f"{names[0]} end within {MARGIN:g}% of bf16's loss", f"{names[1]} above it")
+        return ", ".join(text for text, part in zip(texts, names, strict=True) if part)
+    ratios = rows["feature_ratio"].mean()
+    is_int8 = ratios.index.get_level_values("recipe").map(weight_gradient) == "int8"
+    own, others = ratios[is_int8], ratios[~is_int8]
+    if own.empty or others.empty or own.min() <= max(1, others.max()):
+        return ""
+    return (
+        f"An int8 weight gradient makes features {naming.span(own)} times as large as bf16's, "
+        f"other recipes {naming.span(others)}"
+    )
 
 
 LOSS_CHANGE = Axis(column="loss_change", label="validation loss relative to bf16 (%)",
@@ -126,15 +153,14 @@ FIGURES = {
         table=relative_to_bf16,
         values=(
             replace(LOSS_CHANGE, where=beside_bf16, interval=mean_change,
-                    note=change_in_words),
+                    note=change_in_words, noted="mean (90%), %"),
             Axis(column="feature_ratio", label=at_step, reference=1, log=True, where=beside_bf16),
         ),
         blocks=by_model,
         hue="recipe",
         order=tuple(sorted(naming.PRECISIONS, key=lambda name: weight_gradient(name) == "int8")),
-        look=look_by_gradient,
-        key=GREEN,
         name=lambda head: naming.precision(head["recipe"]),
+        title=against_bf16,
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
         f"gray: {MARGIN:g}%, the margin of equality. Features: of the last vision block.",
     ),
@@ -145,16 +171,16 @@ FIGURES = {
         table=loss_by_rate,
         x=(Axis(column="lr", label="peak learning rate", names=rates),),
         y=(
-            Axis(column="validation_loss", label="validation loss of bf16", log=True,
+            Axis(column="validation_loss", label="validation loss of bf16 (nats)", log=True,
                  where=in_bf16),
             LOSS_CHANGE,
         ),
         hue="recipe",
         order=tuple(naming.PRECISIONS),
-        look=look_of_recipe,
         name=lambda head: naming.precision(head["recipe"]),
         facet=by_model,
         shade=degraded,
+        title=best_rate,
         text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean); gray: "
         f"{MARGIN:g}%, the margin of equality.",
     ),

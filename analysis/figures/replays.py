@@ -125,7 +125,6 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.grid(visible=False)
     ax.invert_yaxis()
     ax.set_xlabel("change begins: steps before the onset")
-    ax.set_title("spikes that a change removes")
 
 
 def size(frame: pd.DataFrame) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from lowprec.nn.recipe import PRODUCTS, RECIPES
 
 TOP1, RECALL = "zero-shot top-1", "mean R@1"
 SCORES = (Axis(column="recall", label=f"{RECALL} (%)"),
-          Axis(column="validation_loss", label="validation loss", log=None))  # fmt: skip
+          Axis(column="validation_loss", label="validation loss (nats)", log=None))  # fmt: skip
 MEASURES = tuple(axis.column for axis in SCORES)
 
 
@@ -115,23 +115,76 @@ def arms_of_rounding(runs: Runs) -> pd.DataFrame:
     return frame[frame[list(MEASURES)].notna().any(axis=1)]
 
 
-def deviation(column: str, part: pd.DataFrame) -> str:
-    """The standard deviation of runs within recipes: `0.73`, or in % of the mean of losses."""
+def deviation(column: str, part: pd.DataFrame) -> float:
+    """The standard deviation of runs within recipes, or NaN."""
     rest = part[column] - part.groupby("precision")[column].transform("mean")
     num = len(part) - part["precision"].nunique()
-    if not num:
+    return np.sqrt((rest**2).sum() / num) if num else np.nan
+
+
+def sigma(column: str, part: pd.DataFrame) -> str:
+    """`deviation` with its unit: points, or % of the mean loss."""
+    value = deviation(column, part)
+    if np.isnan(value):
         return ""
-    sigma = np.sqrt((rest**2).sum() / num)
-    if column == "recall":
-        return rf"$\sigma$ = {sigma:.2f}"
-    return rf"$\sigma$ = {100 * sigma / part[column].mean():.1f}%"
+    share = f"{100 * value / part[column].mean():.1f}%"
+    return rf"$\sigma$ = {f'{value:.2f} points' if column == 'recall' else share}"
 
 
-def look_by_gradient(head: pd.Series) -> tuple:
-    """Gray for bf16, green for an int8 weight gradient, and blue for other recipes."""
-    recipe = head.get("recipe", head["precision"])
-    shade = style.INT8_GRADIENT if weight_gradient(recipe) == "int8" else style.RMS
-    return style.OTHER if recipe == "bf16" else shade, "-"
+def scatter(frame: pd.DataFrame) -> str:
+    """The title of `rounding`."""
+    sigmas = [deviation("recall", frame[frame["arm"] == arm]) for arm in (ROUNDING, OTHERS)]
+    if not np.isfinite(sigmas).all():
+        return ""
+    return (
+        "Rounding alone scatters mean R@1 by {:.1f} points, seeds of 8-bit recipes by {:.1f}"
+    ).format(*sigmas)
+
+
+def cost_of_gradient(column: str, frame: pd.DataFrame) -> str:
+    """The title of accuracies by recipe: what an int8 weight gradient costs, if it costs most."""
+    metric = frame["metric"].iloc[0] if "metric" in frame else RECALL
+    means = frame.groupby(["model", "precision"])[column].mean().unstack()
+    costs = means.rsub(means.get("bf16"), axis=0).drop(columns="bf16", errors="ignore").stack()
+    recipes = costs.index.get_level_values("precision")
+    is_int8 = recipes.map(weight_gradient) == "int8"
+    own, others = costs[is_int8], costs[~is_int8]
+    if own.empty or others.empty or own.min() <= max(0, others.max()):
+        return ""
+    names = naming.join(map(naming.precision, dict.fromkeys(recipes[is_int8])))
+    return (
+        f"An int8 weight gradient ({names}) costs {naming.span(own)} points of {metric}, "
+        f"other recipes at most {max(0, others.max()):.1f}"
+    )
+
+
+def costliest_product(frame: pd.DataFrame) -> str:
+    """The title of `one_product`."""
+    means = frame[frame["product"] != ""].groupby(["format", "product"])["recall"].mean()
+    lowest = means.unstack().idxmin(axis=1).unique()
+    if len(lowest) != 1:
+        return ""
+    return f"Of a layer's products, few bits cost most in the {PRODUCTS_IN_PRINT[lowest[0]]}"
+
+
+def at_highest_rate(frame: pd.DataFrame) -> str:
+    """The title of `interventions`: mean R@1 of each change at the largest rate that all have."""
+    means = frame.groupby(["lr", "intervention"])["recall"].mean().unstack().dropna()
+    if means.empty or frame["model"].nunique() > 1:
+        return ""
+    best = means.iloc[-1].sort_values(ascending=False)
+    parts = [f"{value:.0f}% with {naming.INTERVENTIONS[name][0]}" for name, value in best.items()]
+    text = naming.join(parts).replace("with no change", "without a change")
+    return f"At learning rate {naming.number(best.name)}, {RECALL} is {text}"
+
+
+def by_logit(frame: pd.DataFrame) -> str:
+    """The title of `attention_logits`."""
+    rho = frame["logit_max"].corr(frame["recall"], method="spearman")
+    if not abs(rho) > 0.3:
+        return ""
+    side = "lower" if rho < 0 else "higher"
+    return f"Accuracy is {side} where attention logits are larger"
 
 
 def weight_gradient(recipe: str) -> str:
@@ -206,18 +259,15 @@ def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
 
 PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
     "none (bf16)", "output", "input gradient", "weight gradient"), strict=True))  # fmt: skip
-GREEN = "green: int8 weight gradient"
-PRODUCT_COLORS = {"": style.OTHER, "grad_weight": style.INT8_GRADIENT}
 FIGURES = {
     "accuracy_vs_size": Rows(
         studies=("accuracy_vs_size",),
         table=accuracies,
         values=(Axis(column="accuracy", label=lambda frame: f"{frame['metric'].iloc[0]} (%)"),),
         blocks=by_model,
-        look=look_by_gradient,
-        key=GREEN,
         name=named_by_exception,
         size=1.4,
+        title=partial(cost_of_gradient, "accuracy"),
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -225,6 +275,7 @@ FIGURES = {
         table=accuracy_by_beta2,
         x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
         y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
+        look=style.look,
         facet=by_model,
         text="After figure 10, arXiv:2304.13013.",
     ),
@@ -237,8 +288,9 @@ FIGURES = {
         hue="product",
         order=tuple(PRODUCTS_IN_PRINT),
         name=lambda head: PRODUCTS_IN_PRINT[head["product"]],
-        look=lambda head: (PRODUCT_COLORS.get(head["product"], style.RMS), "-"),
+        look=lambda head: (style.color(head["product"] or "bf16", ""), "-"),
         facet=by_format,
+        title=costliest_product,
         text="The operands of one product of each layer have the format of the panel, and its "
         "other products run in 16 bits.",
     ),
@@ -246,14 +298,15 @@ FIGURES = {
         studies=("rounding", "accuracy_vs_size"),
         same_but=("compile", "precision.label", "optimizer.lr"),
         table=arms_of_rounding,
-        values=tuple(replace(axis, note=partial(deviation, axis.column)) for axis in SCORES),
+        values=tuple(replace(axis, note=partial(sigma, axis.column)) for axis in SCORES),
         hue="arm",
         order=tuple(ARMS),
-        look=lambda head: (style.RMS, "-"),
+        look=lambda head: (style.RMS if head["arm"] == OTHERS else style.OTHER, "-"),
         name=lambda head: ARMS[head["arm"]],
-        hollow=lambda frame: ~frame["compile"],
-        text="Left: one seed, with learning rates that differ in the last digits, or without "
-        "compilation (open). Middle: seeds. Right: seeds of other recipes, moved to the same mean.",
+        hollow=(lambda frame: ~frame["compile"], "not compiled"),
+        title=scatter,
+        text="Above: one seed, with learning rates that differ in the last digits, or without "
+        "compilation (open). Middle: seeds. Below: seeds of other recipes, moved to the same mean.",
     ),
     "interventions": Points(
         studies=("interventions", "lr_map", "weight_gradient", "equality"),
@@ -267,10 +320,11 @@ FIGURES = {
                  log=True),
         ),
         hue="intervention",
-        order=tuple(naming.INTERVENTIONS),
+        order=tuple(reversed(naming.INTERVENTIONS)),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
         facet=lambda frame: [(f"{name}, bf16", part) for name, part in by_model(frame)],
+        title=at_highest_rate,
         text="Both at the end of training in 16 bits.",
     ),
     "attention_logits": Points(
@@ -286,6 +340,7 @@ FIGURES = {
             rf", ({'|'.join(USUAL)})\b| layer-scale|learning (?=rate)", "", head["setting"]
         ),
         look=look_of_change,
+        title=by_logit,
         text=f"Where a name does not say: {', '.join(USUAL)}.",
         means=False,
     ),

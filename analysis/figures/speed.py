@@ -83,7 +83,13 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, bar: float | None = N
         ax.axhline(bar, color="black", lw=0.8, ls=":")
         ax.annotate(f"our bar: {bar:g}%", (1, bar), (-2, 2), xycoords=ax.get_yaxis_transform(),
                     textcoords="offset points", ha="right", fontsize=7)  # fmt: skip
-    ax.set_title(f"{on(ours)}; gray: {paper.SOURCE}")
+
+
+def range_of_ours(text: str, frame: pd.DataFrame) -> str:
+    """A title with our smallest and largest percentage, by the device."""
+    ours = frame[frame["source"] != paper.SOURCE]
+    span = naming.span(ours["value"], "{:.0f}")
+    return f"{text.format(f'{span}%')} on {on(ours)}, depending on the width"
 
 
 MISSING = {"s": "not measured", "rotation": 90, "color": style.OTHER, "va": "bottom"}
@@ -102,7 +108,8 @@ def end_to_end(lines: pd.DataFrame) -> pd.DataFrame:
 def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
     """Time saved over one baseline: a group for each model, small to large, a bar for each case.
 
-    The paper's range is drawn at ViT-H/14, over the paper's baseline.
+    The paper's range is drawn behind SwitchBack int8 in ViT-H/14, over the paper's baseline. Bars
+    of models with other layers in 16 bits are hatched.
     """
     shapes = frame[["model", "shape"]].drop_duplicates().itertuples(index=False)
     shapes = sorted(shapes, key=lambda pair: (naming.rank(pair[0], naming.MODELS), pair[1]))
@@ -112,21 +119,32 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
         part = frame[frame["series"] == case]
         middles = np.arange(len(places)) + (place - (len(cases) - 1) / 2) * width
         values = part.set_index("shape")["value"].reindex(places)
-        look = {"color": color("bf16" if case == "high" else case)}
-        ax.bar(middles, values, width * 0.92, label=name_of_case(case, part), **look)
+        name = name_of_case(case, part)
+        look = {"color": color("bf16" if case == "high" else case), "label": name}
+        look |= {"hatch": "////", "edgecolor": "white", "lw": 0} if "layers" in name else {}
+        ax.bar(middles, values, width * 0.92, **look)
         for at, value in zip(middles, values, strict=True):
             text = {"s": f"{value:.1f}"} if value == value else MISSING
             ax.text(at, max(0, np.nan_to_num(value)) + 0.5, ha="center", fontsize=6.5, **text)
-    large = [place for place, (model, _) in enumerate(shapes) if model == "vit_h14"]
-    if large and frame["baseline"].iloc[0] == "high":
-        low, high = paper.END_TO_END
-        ax.fill_between([large[0] - 0.45, large[-1] + 0.45], low, high, color="0.88", lw=0,
-                        zorder=0.5, label=f"{paper.SOURCE}: ViT-H/14, SwitchBack")  # fmt: skip
+        if case == "switchback" and frame["baseline"].iloc[0] == "high":
+            (low, high), label = paper.END_TO_END, f"{paper.SOURCE}: ViT-H/14, SwitchBack"
+            large = middles[[model == "vit_h14" for model, _ in shapes]]
+            ax.bar(large, high - low, width, low, color="0.85", zorder=0.5, label=label)
     ax.set_xticks(range(len(places)), [in_lines(shape, places) for shape in places])
     ax.grid(visible=False, axis="x")
     ax.axhline(0, color="black", lw=0.6)
     ax.margins(y=0.15)
     ax.set(ylabel=f"time saved (%), {on(frame)}")
+
+
+def most_saved(frame: pd.DataFrame) -> str:
+    """The title of `end_to_end_speed`: the largest gain of a recipe over 16 bits."""
+    own = frame[(frame["baseline"] == "high") & frame["value"].notna()]
+    if own.empty:
+        return ""
+    best = own.loc[own["value"].idxmax()]
+    model, name = naming.model(best["model"]), naming.precision(best["series"])
+    return f"{name} saves up to {best['value']:.0f}% of the time, in {model}"
 
 
 def name_of_case(case: str, part: pd.DataFrame) -> str:
@@ -145,12 +163,12 @@ def in_lines(shape: str, shapes: list[str]) -> str:
     return "\n".join([naming.model(model), batch, *own])
 
 
-NOISE = {  # case: name in print, and the precision whose color its number of bits has
-    "int8": ("int8", "switchback"),
-    "e4m3": ("fp8, both e4m3", "mxfp8"),
-    "e5m2 e4m3": ("fp8, e5m2 and e4m3", "mxfp8"),
-    **{name: (naming.precision(name), "mxfp8") for name in ("fp8_blockwise", "mxfp8")},
-    **{name: (naming.precision(name), "nvfp4") for name in ("nvfp4_rht_sr", "nvfp4", "mxfp4")},
+OF_RECIPES = ("fp8_blockwise", "mxfp8", "nvfp4_rht_sr", "nvfp4", "mxfp4")
+NOISE = {  # case: name in print, and color
+    "int8": ("int8", color("switchback")),
+    "e4m3": ("fp8, both e4m3", color("fp8_switchback")),
+    "e5m2 e4m3": ("fp8, e5m2 and e4m3", color("hw_fp8_switchback")),
+    **{name: (naming.precision(name), color(name)) for name in OF_RECIPES},
 }
 VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
     "ViT-H/14: output,\ninput gradient": (1280, 5120),
@@ -170,29 +188,37 @@ def variance(lines: pd.DataFrame) -> pd.DataFrame:
 def plot_variance(frame: pd.DataFrame, ax: Axes) -> None:
     """Both axes logarithmic: points measured, lines predicted, ViT-H's sums marked.
 
-    Dotted lines join the points of cases without a prediction, which have scales of blocks. Colors:
-    int8, 8 and 4 bits.
+    Dotted lines join the points of cases without a prediction, which have scales of blocks. Points
+    of later cases are smaller, so that none hides another.
     """
     above = blended_transform_factory(ax.transData, ax.transAxes)
     for name, (first, last) in VIT_H.items():
         ax.axvspan(first / 1.04, last * 1.04, color="#DDDDDD", lw=0, zorder=0.5)
         middle = (first * last) ** 0.5
         ax.text(middle, 1.02, name, transform=above, ha="center", va="bottom", fontsize=6.5)
-    for case, part in frame.groupby("case", sort=False):
-        label, precision = NOISE[case]
-        look = {"color": color(precision)}
+    for i, (case, part) in enumerate(frame.groupby("case", sort=False)):
+        label, shade = NOISE[case]
+        look = {"color": shade}
         if is_predicted := part["predicted"].notna().any():
             ax.plot(part["inner_dim"], part["predicted"], lw=1, label=label, **look)
         look |= {"ls": "none"} if is_predicted else {"ls": ":", "lw": 0.7, "label": label}
-        ax.plot(part["inner_dim"], part["measured"], marker="o", ms=2.5, **look)
+        ax.plot(part["inner_dim"], part["measured"], marker="o", ms=5 - 0.4 * i, **look)
     ax.set(xscale="log", yscale="log", xlabel="terms of the dot product",
            ylabel="variance of the error\n(of the operands: 1)")  # fmt: skip
-    ax.text(0.98, 0.04, "dotted: scales of blocks", transform=ax.transAxes, ha="right", fontsize=7)
+    ax.text(0.02, 0.96, "dotted: scales of blocks", transform=ax.transAxes, va="top", fontsize=7)
     ax.minorticks_off()
+
+
+def most_precise(frame: pd.DataFrame) -> str:
+    """The title of `quantization_variance`, at the largest inner dimension."""
+    longest = frame[frame["inner_dim"] == frame["inner_dim"].max()].set_index("case")["measured"]
+    low, high = (NOISE[case][0] for case in (longest.idxmin(), longest.idxmax()))
+    return f"On normal numbers, {low} has the smallest error and {high} the largest"
 
 
 FIGURES = {
     "op_profile": Panels(
+        title=partial(range_of_ours, "Layers in 8 bits save {} of the time of 16 bits"),
         lines="ops",
         table=profile,
         plots=(partial(plot_totals, label="time saved (% of 16 bits)"),),
@@ -202,6 +228,7 @@ FIGURES = {
         f"{PAPERS} on an A100 in fp16. After figure 3 (right), arXiv:2304.13013.",
     ),
     "quantize_share": Panels(
+        title=partial(range_of_ours, "Quantizing takes {} of SwitchBack's time"),
         lines="ops",
         table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
         plots=(
@@ -216,6 +243,7 @@ FIGURES = {
         "A100 in fp16. After figure 4 (left), arXiv:2304.13013.",
     ),
     "end_to_end_speed": Panels(
+        title=most_saved,
         lines="model",
         table=end_to_end,
         plots=(plot_bars,),
@@ -227,6 +255,7 @@ FIGURES = {
         .format(*paper.END_TO_END),
     ),
     "quantization_variance": Panels(
+        title=most_precise,
         lines="quantization_variance",
         table=variance,
         plots=(plot_variance,),

@@ -6,13 +6,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import marks, measures, naming, panels, spike_marks, style
+from analysis import measures, naming, panels, spike_marks, style
+from analysis.figures.scores import values_of
 from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
-from analysis.points import Rows
+from analysis.points import Points, Rows
 
-FLOOR = 0.08  # nats: lower spikes are marked there
-WIDTH = 0.8  # of the slot that the optimizers share at each beta2 on the axis
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
 
 
@@ -23,121 +22,51 @@ def heights(runs: Runs) -> pd.DataFrame:
     loss up to `within` steps after it minus the median loss of the window before it. Part `runs`
     has one row per run, with its last step and `recall`, the mean R@1 of both directions in %, or
     NaN. `after_reset`: whether the optimizer reset its moments at the run's last step or the one
-    before.
+    before. With one beta2, the optimizer with the highest mean recall is first.
     """
     heads = measures.named_heads(runs, ("optimizer.beta2",))
     heads = measures.with_scores(runs, heads)
+    if heads["beta2"].nunique() == 1:
+        means = heads.groupby("optimizer")["recall"].transform("mean")
+        heads = heads.loc[means.sort_values(ascending=False, kind="stable").index]
 
     def parts(run: Runs, head: dict) -> pd.DataFrame:
         spikes = spike_marks.spikes_of_run(run, head)[["step", "height"]]
         end = pd.DataFrame({"step": [head["reached"]], "recall": [head["recall"]]})
-        table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
         gap = RESETS.get(head["optimizer"], np.inf)
-        after_reset = head["reached"] >= gap and head["reached"] % gap <= 1
-        protocol = asdict(spike_marks.protocol_of_run(head))
-        return table.assign(after_reset=after_reset, **protocol)
+        end["after_reset"] = head["reached"] >= gap and head["reached"] % gap <= 1
+        spikes["after_reset"] = False
+        table = pd.concat([spikes.assign(part="spikes"), end.assign(part="runs")])
+        return table.assign(**asdict(spike_marks.protocol_of_run(head)))
 
     columns = ("part", *measures.OF_A_RUN, "step", "height", "recall", "after_reset")
     frame = measures.by_run(runs, heads, (*columns, *spike_marks.THRESHOLDS), parts)
     return frame.astype({"height": float, "recall": float, "after_reset": bool})
 
 
-def plot_heights(frame: pd.DataFrame, ax: Axes) -> None:
-    """The left panel: a point for each loss spike and a bar at the median of each group."""
-    spikes = frame[frame["part"] == "spikes"].sort_values("step")
-    label, title = "height of a loss spike (nats)", "points: loss spikes; bars: medians"
-    if _has_rows(frame):
-        _draw_rows(frame, ax, spikes, "height", pd.Series.median)
-        low = (
-            spikes.loc[spikes["height"] < FLOOR, "optimizer"].map(_rows(frame).index).astype(float)
-        )
-        ax.plot([FLOOR] * len(low), low + marks.UNDER, "<", color=style.OTHER, ms=4)
-        ax.set(xscale="log", xlabel=label, title=title)
-        ax.set_xlim(left=0.9 * FLOOR)
-        ax.xaxis.set_major_formatter("{x:g}")
-        return
-    places, slots = _places(frame), _slots(frame)
-    for i, optimizer in enumerate(slots):
-        ax.text(0.03, 0.97 - 0.06 * i, naming.optimizer_name(optimizer), va="top", fontsize=7,
-                color=style.color("bf16", optimizer), transform=ax.transAxes)  # fmt: skip
-    for (optimizer, beta2), part in frame.groupby(["optimizer", "beta2"]):
-        group = spikes[spikes["run"].isin(part["run"])]
-        heights, color = group["height"], style.color("bf16", optimizer)
-        at, width = places[beta2] + slots[optimizer], WIDTH / len(slots)
-        if group.empty:
-            ax.text(at, FLOOR, "none", color=color, fontsize=6.5, ha="center")
-            continue
-        spread = np.linspace(-0.3, 0.3, len(group)) if len(group) > 1 else np.zeros(1)
-        spread, is_low = at + spread * width, heights < FLOOR
-        ax.plot(spread[~is_low], heights[~is_low], "o", color=color, ms=2.5, alpha=0.5, mew=0)
-        ax.plot(spread[is_low], [FLOOR] * is_low.sum(), "v", color=color, ms=4)
-        ax.plot(at, heights.median(), "_", color=color, ms=10, mew=2)
-    ax.set(yscale="log", ylabel=label, title=title)
-    ax.set_ylim(bottom=0.9 * FLOOR)
-    ax.yaxis.set_major_formatter("{x:g}")
-    _name_beta2(ax, places)
+def of_part(name: str):
+    """Selects the rows of a part."""
+    return lambda frame: frame[frame["part"] == name]
 
 
-def plot_recall(frame: pd.DataFrame, ax: Axes) -> None:
-    """The right panel: a point for each run and a line through each optimizer's means.
-
-    A vertical line goes from the smallest to the largest run of a setting. With one beta2, there is
-    a row for each optimizer. Points are open where the run ends right after a reset of the moments.
-    """
-    ends = frame[frame["part"] == "runs"].sort_values("beta2")
-    label = "mean R@1 at the end (%)"
-    if _has_rows(frame):
-        _draw_rows(frame, ax, ends, "recall", pd.Series.mean)
-        ax.set(xlabel=label, title="points: runs; bars: means")
-        return
-    places, slots = _places(frame), _slots(frame)
-    for optimizer, group in ends.groupby("optimizer", sort=False):
-        at, color = group["beta2"].map(places) + slots[optimizer], style.color("bf16", optimizer)
-        marks.draw_runs(
-            ax, at, group["recall"], color=color, hollow=group["after_reset"],
-            label=naming.optimizer_name(optimizer),
-            every=[place + slots[optimizer] for place in places.values()],
-        )  # fmt: skip
-        spread = group["recall"].groupby(at).agg(["min", "max"]).dropna()
-        ax.vlines(spread.index, spread["min"], spread["max"], color=color, lw=0.8)
-    ax.set(ylabel=label, title="pale points: runs; dark points: means")
-    _name_beta2(ax, places)
-
-
-def _has_rows(frame: pd.DataFrame) -> bool:
-    """Whether there is a row for each optimizer, not a line by beta2."""
-    return frame["beta2"].nunique() == 1
-
-
-def _rows(frame: pd.DataFrame) -> list[str]:
-    """The optimizers, that with the highest mean R@1 first."""
-    means = frame.groupby("optimizer", sort=False)["recall"].mean()
-    return [*means.sort_values(ascending=False, kind="stable").index]
-
-
-def _draw_rows(frame: pd.DataFrame, ax: Axes, values: pd.DataFrame, column: str, middle) -> None:
-    """A row for each optimizer, AdamW's black."""
-    rows, log = _rows(frame), column == "height"
-    spread = marks.spread(values["optimizer"], values[column], log)
-    for row, optimizer in enumerate(rows):
-        part = values[values["optimizer"] == optimizer]
-        own, hollow = part[column], part["after_reset"] & (column == "recall")
-        color = "black" if optimizer == "adamw" else style.RMS
-        marks.draw_row(ax, row, own, middle(own), color, spread=spread[own.index], hollow=hollow)
-        if own.empty:
-            ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
-                        fontsize=6.5, va="center")  # fmt: skip
-    marks.name_rows(ax, [naming.optimizer_name(name) for name in rows])
-
-
-def _places(frame: pd.DataFrame) -> dict[float, int]:
-    return {beta2: i for i, beta2 in enumerate(sorted(set(frame["beta2"])))}
-
-
-def _slots(frame: pd.DataFrame) -> dict[str, float]:
-    """By optimizer: its place beside a value of beta2 on the axis."""
-    names = sorted(set(frame["optimizer"]), key=lambda name: naming.rank(name, style.OPTIMIZERS))
-    return {n: (i - (len(names) - 1) / 2) * WIDTH / len(names) for i, n in enumerate(names)}
+def compare_optimizers(frame: pd.DataFrame) -> str:
+    """The title of `spike_heights`, at the largest beta2 that AdamW and others share."""
+    num = frame.groupby("beta2")["optimizer"].nunique()
+    own = frame[frame["beta2"] == num[num > 1].index.max()]
+    recall = own.groupby("optimizer")["recall"].mean()
+    heights = own.groupby("optimizer")["height"].median().fillna(0)
+    if "adamw" not in recall:
+        return ""
+    best = recall.idxmax()
+    if len(num) == 1:
+        name = naming.optimizer_name(best)
+        return f"{name} ends highest: {recall[best]:.0f}% mean R@1, AdamW {recall['adamw']:.0f}%"
+    if heights.idxmax() != "adamw" or recall.idxmin() != "adamw":
+        return ""
+    return (
+        f"At beta2 {own['beta2'].iloc[0]:g}, AdamW has the highest loss spikes and the lowest R@1: "
+        f"{recall['adamw']:.0f}%, {naming.optimizer_name(best)} {recall[best]:.0f}%"
+    )
 
 
 def _name_beta2(ax: Axes, places: dict[float, int]) -> None:
@@ -157,6 +86,14 @@ def highest(runs: Runs) -> pd.DataFrame:
 
     columns = (*measures.OF_A_RUN, "highest", *spike_marks.THRESHOLDS)
     return measures.by_run(runs, heads, columns, of_run)
+
+
+def with_kq_norm(frame: pd.DataFrame) -> str:
+    """The title of `kq_norm`."""
+    means = frame.groupby(["beta2", "intervention"])["highest"].mean().unstack().dropna()
+    if {"none", "kq_norm"} <= {*means} and (means["kq_norm"] < means["none"]).all():
+        return "With KQ layer norm, the mean highest loss spike is lower at each beta2"
+    return ""
 
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper
@@ -191,10 +128,11 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
 
 
 def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
-    """The loss of each run of a scaler in a shade of its own, and ticks where it skips."""
+    """The loss of each run of a scaler in a tone of its own, and ticks where it skips."""
     head, counts, above = frame.iloc[0], [], ax.get_xaxis_transform()
+    tones = style.tones(style.color(head["precision"], ""), frame["run"].nunique())
     for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
-        color, at = style.paler(style.color(head["precision"], ""), i), run["step"] - run["spike"]
+        color, at = tones[i], run["step"] - run["spike"]
         finite = np.isfinite(run["loss"].astype(float))
         ax.plot(at[finite], run.loc[finite, "loss"], color=color, lw=0.9)
         skips = at[run["skipped_tensors"].fillna(0) > 0]
@@ -216,19 +154,39 @@ def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
     panels.draw_chance(ax, frame["batch_size"])
 
 
+def compare_scalers(frame: pd.DataFrame) -> str:
+    """The title of `loss_scaler`: how high the loss rises with each scaler."""
+    peaks = frame.groupby(["scaler", "run"])["loss"].max().groupby(level=0).mean().sort_values()
+    parts = [f"{value:.1f} nats with a {name} loss scale" for name, value in peaks.items()]
+    return f"The loss peaks at {', at '.join(parts)}"
+
+
 FIGURES = {
-    "spike_heights": Panels(
+    "spike_heights": Points(
         studies=("stability",),
         table=heights,
-        plots=(plot_heights, plot_recall),
-        size=(1, 3.0),
-        what="loss spikes and retrieval",
+        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
+        y=(
+            Axis(
+                column="height",
+                label="spike heights with medians (nats)",
+                log=True,
+                least=0.08,
+                where=of_part("spikes"),
+                median=True,
+            ),
+            Axis(column="recall", label="R@1 of runs with means (%)", where=of_part("runs")),
+        ),
+        hue="optimizer",
+        order=tuple(naming.OPTIMIZERS),
+        look=lambda head: (style.color("bf16", head["optimizer"]), "-"),
+        name=lambda head: naming.optimizer_name(head["optimizer"]),
+        hollow=(lambda frame: frame["after_reset"], "right after a reset"),
+        title=compare_optimizers,
+        what="height of loss spikes and mean R@1",
         text="Left: height of each loss spike, its largest loss minus the median loss of the "
-        f"window before it; bars: medians; triangles: lower than {FLOOR:g}. Right: mean R@1 of "
-        "both directions at the last step; the points are seeds, the lines (dotted across a beta2 "
-        "at which an optimizer was not run) or bars are their means, and the vertical lines go "
-        "from the smallest to the largest. Open points: evaluated right after a reset of the "
-        "optimizer's moments.",
+        "window before it. Right: mean R@1 of both directions at the last step. Open points: "
+        "evaluated right after a reset of the optimizer's moments.",
     ),
     "kq_norm": Rows(
         studies=("kq_norm", "stability"),
@@ -241,6 +199,7 @@ FIGURES = {
         order=tuple(naming.INTERVENTIONS),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
+        title=with_kq_norm,
         text="0 without a spike.",
     ),
     "loss_scaler": Panels(
@@ -248,9 +207,10 @@ FIGURES = {
         where=with_scaler,
         table=around_highest,
         plots=(plot_around,),
+        title=compare_scalers,
         facet=by("scaler", lambda _: ""),  # the title names it
         what=f"{AROUND} steps on either side of the highest loss spike",
-        text="A line and a row of ticks in one shade for each run. Ticks: steps in which the "
+        text="A line and a row of ticks in one tone for each run. Ticks: steps in which the "
         "gradient of some tensor was not finite, so that the step (dynamic scaler) or the tensor "
         "(fixed) was skipped. After the appendix of arXiv:2304.13013.",
     ),

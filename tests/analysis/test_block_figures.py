@@ -78,14 +78,21 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     [of_bf16] = [line for line in left.lines if line.get_label() == "bf16"]
     assert of_bf16.get_ydata().tolist() == [0.2, 0.3, 0.6]
     [shade] = left.patches  # from the rate on at which no run is within 0.1 nats of the best
-    assert shade.get_x() == 1.5 and left.texts[0].get_text() == " all runs degraded"
+    assert (
+        shade.get_x() == 1.5 and left.texts[0].get_text() == "no run within\n0.1 nats of the best"
+    )
+    assert rate_map.title(frame) == (
+        "bf16 ends lowest at 2.5e-4; from 1e-3 on, no recipe comes near that loss"
+    )
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     assert np.isnan(llm_int8.get_ydata()).tolist() == [False, True, False]  # a gap
     [across] = [
         line for line in right.lines if line.get_ls() == ":"
         and line.get_color() == llm_int8.get_color()
     ]  # fmt: skip
-    np.testing.assert_allclose(across.get_xydata(), [[0, 5], [2, 10]])
+    np.testing.assert_allclose(
+        across.get_xydata() - [llm_int8.get_xdata()[0], 0], [[0, 5], [2, 10]]
+    )
 
 
 def test_a_sweep_of_rates_leaves_out_what_is_near_one_of_them_in_another_study(plant, query):

@@ -148,3 +148,31 @@ def test_one_product_leaves_out_runs_with_several_narrow_products(evaluated, que
     assert set(zip(frame["product"], frame["format"], strict=True)) == {
         ("", "bf16"), ("output", "int8")
     }  # fmt: skip
+
+
+COST = (
+    "An int8 weight gradient (LLM.int8()) costs 3.0 points of mean R@1, other recipes at most 0.5"
+)
+LOWEST = "At beta2 0.99, AdamW has the highest loss spikes and the lowest R@1: 3%, Muon 30%"
+LARGE = "oss spikes over 1 nat at higher learning rates: "
+
+
+@pytest.mark.parametrize(
+    ("slug", "values", "finding"),
+    [
+        ("formats", (74, 71, 73.5), COST),
+        ("formats", (74, 73.5, 71), ""),
+        ("formats", (71, 74, 73.5), ""),
+        ("spikes_vs_lr", (0.5, 1.5, 0), f"L{LARGE}0, 1 and 0"),
+        ("spikes_vs_lr", (0.5, np.nan, 3), f"L{LARGE}0, 0 and 1"),
+        ("spike_heights", (3, 0.5, 2), LOWEST),
+        ("spike_heights", (0.5, 3, 2), ""),
+    ],
+)
+def test_a_title_states_a_finding_only_if_the_runs_have_it(slug, values, finding):
+    frame = pd.DataFrame({"model": "mini_l", "precision": ["bf16", "llm_int8", "switchback"]})
+    frame = frame.assign(recall=values, height=values, lr=[1e-3, 2e-3, 4e-3])
+    if slug == "spike_heights":
+        frame = frame.assign(optimizer=["adamw", "muon", "adamw"], beta2=[0.99, 0.99, 0.9])
+        frame["recall"] = [3, 30, 60]
+    assert FIGURES[slug].title(frame) == finding

@@ -99,7 +99,7 @@ def test_runs_evaluated_right_after_a_reset_are_open_points(
         plant({}, optimizer=name, columns=columns, experiment="optimizers")
     frame = query(spike_heights)
     assert frame["after_reset"].tolist() == [False, is_open]
-    [_, right] = drawn(spike_heights, frame)
+    [*_, right] = drawn(spike_heights, frame)
     opened = [line.get_xydata() for line in right.lines if line.get_mfc() == "white"]
     expected = [[pytest.approx(30), 1]] if is_open else []  # the second row
     assert [[x, round(y)] for points in opened for x, y in points] == expected
