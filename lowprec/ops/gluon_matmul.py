@@ -278,31 +278,24 @@ def _matmul_hopper_kernel(
 
 
 def plan_hopper(
-    device: torch.device, out_dtype: torch.dtype, sizes: tuple, tiles: int, **constants
+    device: torch.device,
+    out_dtype: torch.dtype,
+    integers: tuple,
+    tiles: int,
+    has_scaled_tiles: bool,
+    constants: dict,
 ) -> Launch:
     """The launch for M, N, K and terms in a part; all rows must be multiples of 16 bytes.
 
-    `tiles` is the number of output tiles, times that of parts.
+    `tiles` is the number of output tiles, times that of parts. Scales may be of tiles: then their
+    strides follow the sizes.
     """
+    kernel = _matmul_tiles_hopper_kernel if has_scaled_tiles else _matmul_hopper_kernel
+    stored = STORED_BYTES // 2 if has_scaled_tiles and constants["B_ROWS"] else STORED_BYTES
     blocks = (
         [BLOCK_M.value, BLOCK_K.value],
         [BLOCK_N.value, BLOCK_K.value],
-        [HALF_M.value, STORED_BYTES // out_dtype.itemsize],
+        [HALF_M.value, stored // out_dtype.itemsize],
     )
     grid = (min(num_sms(device), tiles),)
-    return Launch(_matmul_hopper_kernel, grid, sizes, blocks, **constants, num_warps=4)
-
-
-def plan_scaled_tiles(
-    device: torch.device, out_dtype: torch.dtype, integers: tuple, tiles: int, b_rows: bool, bias
-) -> Launch:
-    """`plan_hopper` for scales of tiles, whose strides follow the sizes."""
-    stored = (STORED_BYTES // 2 if b_rows else STORED_BYTES) // out_dtype.itemsize
-    blocks = (
-        [BLOCK_M.value, BLOCK_K.value],
-        [BLOCK_N.value, BLOCK_K.value],
-        [HALF_M.value, stored],
-    )
-    grid = (min(num_sms(device), tiles),)
-    constants = {"B_ROWS": b_rows, "BIAS": bias, "num_warps": 4}
-    return Launch(_matmul_tiles_hopper_kernel, grid, integers, blocks, **constants)
+    return Launch(kernel, grid, integers, blocks, **constants, num_warps=4)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.ops.epilogue import finish, load_bias, load_scales
-from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper, plan_scaled_tiles
+from lowprec.ops.gluon_matmul import HOPPER_TILE, plan_hopper
 from lowprec.ops.launch import ALIGNMENT, Launch, plan
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
 from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
@@ -128,16 +128,14 @@ def matmul(
     if M * N == 0:
         return torch.empty(M, N, dtype=dtype, device=a_MK.device)
     dtypes = (a_MK.dtype, b_NK.dtype, dtype, None if bias is None else bias.dtype)
+    strides = (a_MK.stride(0), b_NK.stride(0))
     if has_tiles:
-        strides = (a_MK.stride(0), b_NK.stride(0), *a_scale.stride(), *b_scale.stride())
-        b_rows = b_scale.shape[0] == N
-        planned = _plan_tiles(a_MK.device, dtypes, (M, N, K), strides, b_rows, is_aligned)
+        strides += (*a_scale.stride(), *b_scale.stride())
+        per_row = (True, b_scale.shape[0] == N)
     else:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
         per_row = (a_scale.numel() > 1, b_scale.numel() > 1)
-        strides = (a_MK.stride(0), b_NK.stride(0))
-        planned = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
-    launch, shape = planned
+    launch, shape = _plan(a_MK.device, dtypes, (M, N, K), strides, per_row, is_aligned)
     if shape is None:
         out = torch.empty(M, N, dtype=dtype, device=a_MK.device)
         launch(a_MK, b_NK, out, a_scale, b_scale, a_scale if bias is None else bias)
@@ -186,39 +184,29 @@ def _parts_in_waves(tiles: int, sizes: tuple, sms: int) -> int:
 
 
 @plan
-def _plan_tiles(
-    device, dtypes, sizes, strides, b_rows: bool, is_aligned: bool
-) -> tuple[Launch, tuple | None]:
-    """The launch and the shape of parts, from dtypes as in `_plan` and strides of all operands."""
+def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
+    """The launch and the shape of parts, from dtypes of a, b, output and bias (or None).
+
+    `strides`: of the rows of a and b, then those of both scales if they are of tiles.
+    """
+    has_tiles = len(strides) > 2
     on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides[:2]) and _is_hopper(device)
-    tile = HOPPER_TILE if on_hopper else SCALED_TILE
-    tiles, parts, terms, shape = _split(device, dtypes, sizes, tile, on_hopper)
-    has_bias = dtypes[3] is not None and parts == 1
+    is_odd = any(stride % ALIGNMENT for stride in strides[:2])  # loads single bytes
+    general = SCALED_TILE if has_tiles else ODD_TILE if is_odd else TILE
+    tile = HOPPER_TILE if on_hopper else general
+    tiles, parts, terms, shape = _split(device, dtypes, sizes, tile, on_hopper and has_tiles)
+    constants = {"B_ROWS": per_row[1], "BIAS": dtypes[3] is not None and parts == 1}
+    if not has_tiles:
+        constants["A_ROWS"] = per_row[0]
     if on_hopper:
         stored = dtypes[2] if parts == 1 else torch.float32
         integers = (*sizes, terms, *strides[2:])
-        return plan_scaled_tiles(device, stored, integers, tiles * parts, b_rows, has_bias), shape
-    constants = {"B_ROWS": b_rows, "BIAS": has_bias, "GROUP_M": GROUP_M} | SCALED_TILE
-    integers = (*sizes, terms, *strides)
-    return Launch(_matmul_tiles_kernel, (tiles, parts), integers, **constants), shape
-
-
-@plan
-def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[Launch, tuple | None]:
-    """The launch and the shape of parts, from dtypes of a, b, output and bias (or None)."""
-    is_odd = any(stride % ALIGNMENT for stride in strides)  # loads single bytes
-    on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides) and _is_hopper(device)
-    tile = HOPPER_TILE if on_hopper else ODD_TILE if is_odd else TILE
-    tiles, parts, terms, shape = _split(device, dtypes, sizes, tile)
-    has_bias = dtypes[3] is not None and parts == 1
-    constants = {"A_ROWS": per_row[0], "B_ROWS": per_row[1], "BIAS": has_bias}
-    if on_hopper:
-        stored = dtypes[2] if parts == 1 else torch.float32
-        return plan_hopper(device, stored, (*sizes, terms), tiles * parts, **constants), shape
-    sums = tl.int32 if dtypes[0] == torch.int8 else tl.float32
-    constants |= tile | {"ACC": sums, "GROUP_M": GROUP_M}
-    integers = (*sizes, terms, *strides)
-    return Launch(_matmul_kernel, (tiles, parts), integers, **constants), shape
+        return plan_hopper(device, stored, integers, tiles * parts, has_tiles, constants), shape
+    constants |= tile | {"GROUP_M": GROUP_M}
+    if not has_tiles:
+        constants["ACC"] = tl.int32 if dtypes[0] == torch.int8 else tl.float32
+    kernel = _matmul_tiles_kernel if has_tiles else _matmul_kernel
+    return Launch(kernel, (tiles, parts), (*sizes, terms, *strides), **constants), shape
 
 
 def _has_whole_rows(dtypes, sizes, strides) -> bool:

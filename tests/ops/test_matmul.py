@@ -25,12 +25,9 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 @pytest.fixture
 def forgotten_plans():
     """For tests that change how launches are planned."""
-    plans = (kernels._plan, kernels._plan_tiles)
-    for plan in plans:
-        plan.cache_clear()
+    kernels._plan.cache_clear()
     yield
-    for plan in plans:
-        plan.cache_clear()
+    kernels._plan.cache_clear()
 
 
 def make_int8(rows, k, device, seed):
@@ -54,8 +51,7 @@ def launch_with(names, replacement, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(kernels, name, replacement)
-        for plan in ("_plan", "_plan_tiles"):
-            patch.setattr(kernels, plan, getattr(kernels, plan).__wrapped__)  # without its cache
+        patch.setattr(kernels, "_plan", kernels._plan.__wrapped__)  # without its cache
         return kernels.matmul(*arguments)
 
 
