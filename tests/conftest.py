@@ -149,6 +149,19 @@ def tiny_config(squares):
     return make
 
 
+@pytest.fixture
+def built(make_config):
+    """`built(changes)`: what the run of such a config is built of."""
+    from lowprec.data.open import open_data
+    from lowprec.train.build import build
+
+    def make(changes=None):
+        config = make_config(changes)
+        return build(config, open_data(config))
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def run_once():
     """`run_once(config, folder, **options)`: one attempt; returns how it ended and the objects.

@@ -1,6 +1,12 @@
 """What is the same, to the byte, in a run that was disturbed and one that was not."""
 
+from lowprec.runs.read import read_rows
 from lowprec.train.checkpoint import list_checkpoints
+
+
+def recorded(run, key):
+    """The values of a key in a run's metrics, by row."""
+    return [row[key] for row in read_rows(run / "metrics.jsonl")]
 
 
 def saved(run):

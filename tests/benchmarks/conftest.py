@@ -5,6 +5,10 @@ import pytest
 from lowprec.runs.read import read_rows
 
 
+def by_case(lines):
+    return {line["case"]: line for line in lines}
+
+
 @pytest.fixture
 def lines_of(tmp_path):
     """`lines_of(main, config)`: the lines of one measurement; also `lines_of.lines` if it exits."""

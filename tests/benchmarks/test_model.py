@@ -7,6 +7,7 @@ from experiments.benchmarks import model as bench_model
 from experiments.benchmarks.configs import RECIPES, ModelConfig
 from experiments.benchmarks.model import Measured
 from lowprec.clip import open_clip
+from tests.benchmarks.conftest import by_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* converts none")  # of such narrow models
 
@@ -30,10 +31,6 @@ def lines(lines_of, monkeypatch):
         return by_case(lines_of(bench_model.main, ModelConfig(compile=True, device="cpu")))
 
     return run
-
-
-def by_case(lines):
-    return {line["case"]: line for line in lines}
 
 
 def test_ratio_is_to_the_case_that_it_names(lines):

@@ -5,8 +5,9 @@ import sys
 import pytest
 
 from experiments.benchmarks import optimizer as bench_optimizer
-from lowprec.config.schema import Config
+from lowprec.config.schema import Config, ModelConfig
 from lowprec.optim import StableAdamW
+from tests.benchmarks.conftest import by_case
 from tests.small import MODEL
 
 
@@ -18,10 +19,8 @@ def measure(lines_of, monkeypatch):
         monkeypatch.setitem(sys.modules, library, None)
 
     def run():
-        config = Config(device="cpu")
-        for name, value in MODEL.items():
-            setattr(config.model, name, value)
-        return {line["case"]: line for line in lines_of(bench_optimizer.main, config)}
+        config = Config(device="cpu", model=ModelConfig(**MODEL))
+        return by_case(lines_of(bench_optimizer.main, config))
 
     return run
 

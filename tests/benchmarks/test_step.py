@@ -5,23 +5,16 @@ import pytest
 from experiments.benchmarks import step as bench_step
 from experiments.benchmarks.configs import StepConfig
 from experiments.benchmarks.step import Measured
+from lowprec.config.schema import ModelConfig, PrecisionConfig
+from tests.benchmarks.conftest import by_case
 from tests.small import MODEL
 
 CASES = ["open_clip eager", "high", "switchback"]
 
 
 def config_of(**keys):
-    config = StepConfig(device="cpu", batch_size=8, log_every=2, num_workers=1, cases=CASES)
-    config.precision.autocast = "fp32"
-    for name, value in MODEL.items():
-        setattr(config.model, name, value)
-    for name, value in keys.items():
-        setattr(config, name, value)
-    return config
-
-
-def by_case(lines):
-    return {line["case"]: line for line in lines}
+    keys |= {"model": ModelConfig(**MODEL), "precision": PrecisionConfig(autocast="fp32")}
+    return StepConfig(device="cpu", batch_size=8, log_every=2, num_workers=1, cases=CASES, **keys)
 
 
 @pytest.mark.parametrize("preloaded", [True, pytest.param(False, marks=pytest.mark.slow)])

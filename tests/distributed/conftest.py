@@ -51,12 +51,18 @@ def server():
 
 @pytest.fixture(scope="module")
 def ranks(server, tmp_path_factory):
-    """Runs a job in so many ranks, in a new folder; it, their exit codes, seconds and logs."""
+    """Runs a job in so many ranks, in a new folder; it, their seconds and logs.
 
-    def run(job, size, *, folder=None, **order):
+    `codes`: the exit codes that are asserted, by default 0; None: they are returned, too.
+    """
+
+    def run(job, size, *, folder=None, codes=(0,), **order):
         folder = folder or tmp_path_factory.mktemp(job)
         folder.mkdir(exist_ok=True)
-        return server(job, size, folder, **order) | {"folder": folder}
+        answer = server(job, size, folder, **order) | {"folder": folder}
+        if codes is not None:
+            assert answer["codes"] == list(codes) * (size // len(codes)), answer["logs"]
+        return answer
 
     return run
 

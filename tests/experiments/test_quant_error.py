@@ -11,10 +11,8 @@ from experiments import quant_noise
 from experiments.quant_error import QuantErrorConfig, main, worst_layers
 from experiments.quant_noise import capture, find_layers
 from lowprec.config.check import RunError
-from lowprec.data.open import open_data
 from lowprec.nn.noise import recorded
 from lowprec.runs.read import read_rows
-from lowprec.train.build import build
 
 LAYERS = {"attn.in_proj", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"}
 
@@ -36,9 +34,8 @@ def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def test_captured_tensors_give_the_weight_gradients(make_config):
-    config = make_config({"model.vision_layers": 1})
-    built = build(config, open_data(config))
+def test_captured_tensors_give_the_weight_gradients(built):
+    built = built({"model.vision_layers": 1})
     captured = {}
 
     def keep(name, x, w, g):

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec.data.open import open_data
 from lowprec.optim.clipping import SkipStep, ZClip
 from lowprec.optim.stable_adamw import StableAdamW
-from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.loop import Stepper
 
@@ -104,10 +102,11 @@ def test_the_optimizer_clips_or_skips_an_outlier_also_beside_what_is_not_finite(
     torch.testing.assert_close(*states)
 
 
-def test_a_policy_begins_anew_only_where_the_saved_run_had_none(make_config, run_once, tmp_path):
+def test_a_policy_begins_anew_only_where_the_saved_run_had_none(
+    built, make_config, run_once, tmp_path
+):
     run_once(make_config({"num_steps": 4}), tmp_path / "run")
-    config = make_config(ZCLIP)
-    built = build(config, open_data(config))
+    built = built(ZCLIP)
     built.state.load(list_checkpoints(tmp_path / "run")[-1])
     assert built.state.optimizer.steps[0] == 4 and built.state.optimizer.clip_norm.count == 0
     run_once(make_config(ZCLIP | {"num_steps": 3}), tmp_path / "zclip")
@@ -115,9 +114,8 @@ def test_a_policy_begins_anew_only_where_the_saved_run_had_none(make_config, run
     assert built.state.optimizer.clip_norm.count == 3
 
 
-def test_a_training_step_gives_skip_step_its_loss_and_gradient_norm(make_config):
-    config = make_config({"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5})
-    built = build(config, open_data(config))
+def test_a_training_step_gives_skip_step_its_loss_and_gradient_norm(built):
+    built = built({"optimizer.name": "adamw_skip_step", "optimizer.skip_sigmas": 1.5})
     values = Stepper(built)(1, next(built.batches_from(1)))
     window = built.state.optimizer.clip_norm.window
     assert window[:, 0].tolist() == [values["loss"].item(), values["grad_norm"].item()]

@@ -166,7 +166,7 @@ def test_which_moments_have_8_bits_and_how_many_bytes_they_take():
 
     assert kinds(make()) == {"matrix", "vector"}
     assert kinds(make(min_8bit_size=4097)) == {"matrix"}
-    assert kinds(make(min_8bit_size=1, override_32bit=["m*"])) == {"vector", "bias"}
+    assert kinds(make(min_8bit_size=1, override_32bit=["m*", "vec*r"])) == {"bias"}
     assert kinds(make(dtype=torch.float64)) == set()
     transposed = StableAdamW([("t", torch.nn.Parameter(torch.randn(70, 130).T))], optim_bits=8)
     assert kinds(transposed) == set()

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec.data.open import open_data
 from lowprec.optim.muon import MuonAdamW
-from lowprec.optim.schedules import matching
 from lowprec.optim.stable_adamw import STATISTICS, StableAdamW
-from lowprec.train.build import build as build_run
 from tests.optim.optimizers import RULE, make_groups, params_of, set_grads, take
 
 
@@ -17,15 +14,6 @@ def test_statistics_that_the_state_does_not_give_are_nan(build):
     missing = ours.statistics.isnan().sum(dim=0).tolist()
     for column, count in zip(STATISTICS, missing, strict=True):
         assert count == 2 * (column == "rms" or column.startswith("u_")), column
-
-
-def test_patterns_match_names_and_modules_above_them():
-    names = ["visual.conv1.weight", "visual.proj", "token_embedding.weight"]
-    assert matching(names, ["visual"]) == set(names[:2])
-    assert matching(names, ["*conv?", "token_*"]) == {names[0], names[2]}
-    assert matching(names, []) == set()
-    with pytest.raises(ValueError, match="'conv1' matches no module"):
-        matching(names, ["conv1"])
 
 
 @pytest.mark.parametrize("clip_norm", [None, 25.0])
@@ -61,9 +49,8 @@ def test_a_parameter_without_elements_is_left_alone():
     assert (gain < 1).all() and not torch.equal(weight, torch.ones(4, 4))
 
 
-def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(make_config):
-    config = make_config({"optimizer.name": "muon", "model.text_layers": 2})
-    optimizer = build_run(config, open_data(config)).state.optimizer
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(built):
+    optimizer = built({"optimizer.name": "muon", "model.text_layers": 2}).state.optimizer
     muon, adamw = optimizer.muon, optimizer.adamw
     hidden = {name for group in muon.param_groups for name in group["param_names"]}
     block = "attn.in_proj_weight attn.out_proj.weight mlp.c_fc.weight mlp.c_proj.weight".split()

@@ -5,10 +5,8 @@ import torch
 
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import TORCH_OPTIMIZERS
-from lowprec.data.open import open_data
 from lowprec.runs.attempts import CheckpointError
 from lowprec.runs.read import scan_rows
-from lowprec.train.build import build
 from lowprec.train.checkpoint import list_checkpoints
 from tests.same import contents, differing
 
@@ -44,17 +42,15 @@ def test_a_killed_run_resumes_to_the_bit(name, make_config, run_once, tmp_path, 
     assert skipped == (name == "adamw_skip_step")
 
 
-def test_the_state_of_another_optimizer_is_refused(make_config, run_once, tmp_path):
+def test_the_state_of_another_optimizer_is_refused(built, make_config, run_once, tmp_path):
     run_once(make_config({"optimizer.name": "muon", "num_steps": 1}), tmp_path / "muon")
     run_once(make_config({"num_steps": 1}), tmp_path / "adamw")
     for saved, name, kinds in (("muon", "adamw", "momentum"), ("adamw", "muon", "exp_avg")):
-        config = make_config({"optimizer.name": name})
-        state = build(config, open_data(config)).state
+        state = built({"optimizer.name": name}).state
         with pytest.raises(CheckpointError, match=f"another optimizer's: it has exp_avg.*{kinds}"):
             state.load(list_checkpoints(tmp_path / saved)[-1])
 
 
-def test_a_pattern_without_a_match_is_a_fault_of_the_config(make_config):
-    config = make_config({"optimizer.optim_bits": 8, "optimizer.override_32bit": ["visaul"]})
+def test_a_pattern_without_a_match_is_a_fault_of_the_config(built):
     with pytest.raises(ConfigError, match="override_32bit: 'visaul' matches no module"):
-        build(config, open_data(config))
+        built({"optimizer.optim_bits": 8, "optimizer.override_32bit": ["visaul"]})

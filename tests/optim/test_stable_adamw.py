@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowprec.optim.schedules import learning_rate, param_groups
+from lowprec.optim.schedules import learning_rate
 from lowprec.optim.stable_adamw import StableAdamW
 from tests.optim.conformance import (
     BETAS,
@@ -107,14 +107,6 @@ def test_adafactors_schedule_replaces_beta2():
             u.lerp_(p.grad.double().square(), step**-0.5)
     moments = [optimizer.state[p]["exp_avg_sq"].double() for p in params]
     torch.testing.assert_close(moments, [u.detach() for u in expected], rtol=1e-5, atol=1e-8)
-
-
-def test_param_groups_decay_matrices_only_and_keep_names():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
-    model.logit_scale = torch.nn.Parameter(torch.ones(()))
-    optimizer = StableAdamW(param_groups(model, 0.2), lr=1e-3)
-    assert optimizer.names == ["0.weight", "logit_scale", "0.bias", "1.weight", "1.bias"]
-    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.2, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,16 @@ def here(tmp_path, monkeypatch):
                 os.kill(pid, signal.SIGKILL)
 
 
+def start_nothing(monkeypatch):
+    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """Submitted runs wait: no launcher is started."""
+    start_nothing(monkeypatch)
+
+
 def processes_in(folder):
     """Other processes whose working directory is a folder, as Linux shows them."""
     pids = []
@@ -128,7 +138,7 @@ class Sweeps:
 
     def train(self, monkeypatch, **launcher):
         """Submits and trains in this process."""
-        monkeypatch.setattr(sweep.local, "start", lambda *_: None)
+        start_nothing(monkeypatch)
         monkeypatch.setattr(sweep.local, "LOOK_S", 0.1)
         self.submit(**launcher)
         handlers = {number: signal.getsignal(number) for number in STOPPING}

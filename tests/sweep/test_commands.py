@@ -15,11 +15,6 @@ from tests.small import python
 GPUS = ["launcher=slurm", "launcher.gpus=8"]
 
 
-@pytest.fixture
-def no_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
-
-
 def run(verb, *texts):
     """Runs a verb; its exit status or message."""
     try:

@@ -11,9 +11,8 @@ import pytest
 from experiments import sweep
 from lowprec.sweep import local, status
 from lowprec.sweep.plan import Plan, take_lock
-from tests.sweep.conftest import processes_in
+from tests.sweep.conftest import LOCAL, processes_in
 
-LOCAL = {"name": "local", "parallel": 2, "gpus": 0}
 SAVES = """
 [ ! -e alive ] || { echo 'two at once'; exit 9; }
 trap 'touch stopping; sleep 0.7; rm alive; touch saved; exit 75' TERM

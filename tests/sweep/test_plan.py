@@ -13,8 +13,7 @@ from lowprec.config.compose import compose_command
 from lowprec.runs.read import find_runs, read_last_row, read_status
 from lowprec.sweep.plan import Plan, _write
 from lowprec.sweep.status import State, steps
-
-LOCAL = {"name": "local", "parallel": 1, "gpus": 0}
+from tests.sweep.conftest import LOCAL
 
 
 @pytest.fixture
@@ -117,9 +116,8 @@ def test_damaged_files_are_named_and_other_runs_keep_their_states(plan, sweeps, 
 
 
 def test_a_planned_directory_is_where_the_same_command_trains_from_anywhere(
-    here, tiny, monkeypatch
+    here, tiny, monkeypatch, no_launcher
 ):
-    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
     sweep.submit([*tiny, "seed=3", "name=t"])
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")

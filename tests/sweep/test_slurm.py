@@ -11,11 +11,6 @@ LAUNCHER = {"name": "slurm", "parallel": 8, "gpus": 0, "cpus": 1, "mem_gb": 1, "
 LAUNCHER |= {"signal_s": 60, "partition": "low", "setup": [], "sbatch": None}
 
 
-@pytest.fixture
-def no_local_launcher(monkeypatch):
-    monkeypatch.setattr(sweep.local, "start", lambda *_: None)
-
-
 @pytest.mark.parametrize("failures", [0, 4])
 def test_a_submission_is_tried_until_it_goes_through_once(cluster, sweeps, shim, failures):
     cluster(failures)
@@ -140,7 +135,7 @@ def test_cancel_is_recorded_first_and_can_be_repeated(cluster, sweeps, shim):
         (["launcher=local"], {"name": "local", "parallel": 1, "mem_gb": None, "partition": None}),
     ],
 )
-def test_resubmit_changes_the_last_launcher(cluster, sweeps, no_local_launcher, words, changed):
+def test_resubmit_changes_the_last_launcher(cluster, sweeps, no_launcher, words, changed):
     sweeps.make(3)
     before = LAUNCHER | {"setup": ["module load cuda"], "sbatch": {"account": "us"}}
     sweeps.submit(**before)
@@ -163,7 +158,7 @@ def test_a_line_break_in_a_flag_adds_no_line_to_the_batch_script(cluster, sweeps
     assert not shim.calls("sbatch") and not list(sweeps.folder.glob("slurm/*"))
 
 
-def test_a_submission_to_slurm_starts_no_local_launcher(cluster, sweeps, monkeypatch):
+def test_a_submission_to_slurm_starts_no_launcher(cluster, sweeps, monkeypatch):
     plan = sweeps.make(2)
     plan.hand_over([0], {"name": "local", "parallel": 1, "gpus": 0})
     monkeypatch.setattr(sweep.local, "start", lambda *_: pytest.fail("started"))

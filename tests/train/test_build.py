@@ -11,19 +11,9 @@ from lowprec.clip.vision import PatchDropout
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import TORCH_OPTIMIZERS, PrecisionConfig
 from lowprec.data import loader
-from lowprec.data.open import open_data
-from lowprec.train.build import build, emulated, is_slow, parallelize
+from lowprec.train.build import emulated, is_slow, parallelize
 from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
-
-
-@pytest.fixture
-def built(make_config):
-    def make(changes=None):
-        config = make_config(changes)
-        return build(config, open_data(config))
-
-    return make
 
 
 @pytest.mark.parametrize("capability", ["AVX2", "AVX512", "DEFAULT"])  # the last: ARM

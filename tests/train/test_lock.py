@@ -12,7 +12,6 @@ from experiments import train as entry
 from lowprec.clip import open_clip
 from lowprec.config.check import ConfigError, RunError
 from lowprec.config.compose import compose_command
-from lowprec.data.open import open_data
 from lowprec.optim.schedules import lock, set_learning_rate
 from lowprec.runs.identity import digest
 from lowprec.runs.read import find_runs, read_config, read_rows
@@ -26,11 +25,9 @@ INT8 = {"precision.recipe": "switchback", "precision.backend": "reference"}
 
 
 @pytest.fixture
-def built(make_config):
+def built(built):
     def make(lr_scale, changes=None):
-        keys = {"optimizer.lr_scale": lr_scale, "model.vision_layers": 2, **(changes or {})}
-        config = make_config(keys)
-        return build(config, open_data(config))
+        return built({"optimizer.lr_scale": lr_scale, "model.vision_layers": 2, **(changes or {})})
 
     return make
 

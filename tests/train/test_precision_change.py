@@ -20,7 +20,7 @@ from lowprec.train import build as building
 from lowprec.train import loop
 from lowprec.train.checkpoint import list_checkpoints
 from lowprec.train.run import train_run
-from tests.same import contents, differing, saved
+from tests.same import contents, differing, recorded, saved
 
 CHANGES = {
     "to high": ({"recipe": "switchback"}, {"recipe": "high"}),
@@ -65,11 +65,11 @@ def test_a_change_is_two_runs_in_a_row(config_of, make_config, run_once, tmp_pat
     folder = tmp_path / "parts" / "checkpoints"
     rows = Replayer(STEP, 8).replay(second, state, save_after=[8], folder=folder)
     assert not differing(saved(tmp_path / "changed"), saved(tmp_path / "parts"))
-    losses = [row["loss"] for row in read_rows(tmp_path / "changed" / "metrics.jsonl")]
+    losses = recorded(tmp_path / "changed", "loss")
     assert losses[STEP - 1 :] == rows["loss"].tolist()
     # it matters (a resumed run is the undisturbed one: tests/train/test_loop.py)
     run_once(config_of(name, None), tmp_path / "unchanged")
-    unchanged = [row["loss"] for row in read_rows(tmp_path / "unchanged" / "metrics.jsonl")]
+    unchanged = recorded(tmp_path / "unchanged", "loss")
     assert losses[: STEP - 1] == unchanged[: STEP - 1] and losses[STEP:] != unchanged[STEP:]
     for cut in (STEP - 1, STEP) if name == "stochastic" else (STEP,):
         folder = tmp_path / f"cut_{cut}"

@@ -2,18 +2,14 @@
 
 import torch
 
-from lowprec.data.open import open_data
-from lowprec.train.build import build
 
-
-def test_a_state_of_tied_weights_and_another_order_in_memory_comes_back(make_config, tmp_path):
-    config = make_config({"precision.autocast": "pure_bf16"})
-    first, second = (build(config, open_data(config)) for _ in range(2))
+def test_a_state_of_tied_weights_and_another_order_in_memory_comes_back(built, tmp_path):
+    first, second = (built({"precision.autocast": "pure_bf16"}) for _ in range(2))
     first.task.model.to(memory_format=torch.channels_last)
     weight = first.task.model.visual.conv1.weight
     assert not weight.is_contiguous()
-    for built in (first, second):  # tied weights
-        visual = built.task.model.visual
+    for each in (first, second):  # tied weights
+        visual = each.task.model.visual
         visual.ln_post.weight = visual.ln_pre.weight
     for tensors in first.state._tensors().values():
         for tensor in tensors.values():

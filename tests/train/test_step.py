@@ -11,13 +11,11 @@ import torch
 
 from lowprec.config.schema import CLIPPING
 from lowprec.data.loader import Batch
-from lowprec.data.open import open_data
 from lowprec.optim import StableAdamW
-from lowprec.runs.read import read_rows
 from lowprec.train import step as step_module
-from lowprec.train.build import build
 from lowprec.train.distributed import ONE_PROCESS
 from lowprec.train.step import GraphedStep, TrainStep
+from tests.same import recorded
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])
@@ -30,10 +28,7 @@ def test_compiled_blocks_follow_eager_ones(make_config, run_once, tmp_path, monk
     run_once(make_config(short), tmp_path / "eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     run_once(make_config({**short, "compile": True}), tmp_path / "compiled")
-    eager, compiled = (
-        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
-        for name in ("eager", "compiled")
-    )
+    eager, compiled = (recorded(tmp_path / name, "loss") for name in ("eager", "compiled"))
     assert compiled == pytest.approx(eager, rel=1e-4)
 
 
@@ -41,17 +36,14 @@ def test_checkpointing_changes_no_gradient(make_config, run_once, tmp_path):
     changes = {"num_steps": 3, "intervention.name": "kq_norm"}
     run_once(make_config(changes), tmp_path / "a")
     run_once(make_config({**changes, "checkpointing": True}), tmp_path / "b")
-    plain, recomputed = (
-        [row["grad_norm"] for row in read_rows(tmp_path / name / "metrics.jsonl")] for name in "ab"
-    )
+    plain, recomputed = (recorded(tmp_path / name, "grad_norm") for name in "ab")
     assert plain == pytest.approx(recomputed, rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_stochastic_rounding_draws_new_numbers_at_each_backward(make_config, accumulate):
+def test_stochastic_rounding_draws_new_numbers_at_each_backward(built, accumulate):
     changes = {"accumulate": accumulate, "precision.recipe": "nvfp4_rht_sr"}
-    config = make_config({**changes, "model.patch_dropout": 0.0})  # only rounding draws numbers
-    built = build(config, open_data(config))
+    built = built({**changes, "model.patch_dropout": 0.0})  # only rounding draws numbers
     built.task.model.train()
     batch, gradients, state = next(built.batches_from(1)), [], torch.get_rng_state()
     for repeats in (False, False, True):
@@ -71,7 +63,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
         if "fp16" in autocast:
             changes |= {"scaler.name": "fixed", "scaler.init_scale": 256.0}
         run_once(make_config(changes), tmp_path / autocast)
-        losses[autocast] = read_rows(tmp_path / autocast / "metrics.jsonl")[-1]["loss"]
+        losses[autocast] = recorded(tmp_path / autocast, "loss")[-1]
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), abs=0.15)
 
 
@@ -100,11 +92,7 @@ def test_graphed_step_equals_the_ungraphed_one(
     run_once(make_config(changes), tmp_path / "graph")
     monkeypatch.setattr("lowprec.train.loop.can_capture", lambda config, device: False)
     run_once(make_config(changes), tmp_path / "plain")
-    graph, plain = (
-        [row["loss"] for row in read_rows(tmp_path / name / "metrics.jsonl")]
-        for name in ("graph", "plain")
-    )
-    assert graph == plain
+    assert recorded(tmp_path / "graph", "loss") == recorded(tmp_path / "plain", "loss")
 
 
 def task_of(model):
@@ -201,9 +189,8 @@ def test_a_graphed_step_on_another_device_than_the_current_one():
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_does_not_wait_for_the_device(make_config, tmp_path):
-    config = make_config({"device": "cuda", "precision.autocast": "bf16"})
-    built = build(config, open_data(config))
+def test_a_step_does_not_wait_for_the_device(built):
+    built = built({"device": "cuda", "precision.autocast": "bf16"})
     step = TrainStep(built.task, built.state.optimizer, built.state.scaler)
     batch = next(built.batches_from(1)).to(torch.device("cuda"))
     step(batch)
