@@ -135,13 +135,3 @@ def test_a_run_killed_after_its_last_save_is_finished_and_refuses_fewer_steps(ru
     assert len(read_rows(run.folder / "metrics.jsonl")) == 12
     with pytest.raises(CheckpointError, match="is at step 12, beyond num_steps=11"):
         run({"num_steps": 11})
-
-
-def test_leftovers_of_a_killed_process_are_swept(run):
-    run.killed_at_7()
-    for name in (".tmp.step_000000008", ".trash.step_000000000"):
-        (run.folder / "checkpoints" / name).mkdir()
-        (run.folder / "checkpoints" / name / "model.safetensors").write_bytes(b"x")
-    assert run().state == "finished"
-    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
-    assert names == ["step_000000008", "step_000000012"]
