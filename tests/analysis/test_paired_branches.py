@@ -10,6 +10,7 @@ from analysis import load_runs
 from analysis.figures import branches, paired_branches
 from experiments import compact
 from tests.analysis.conftest import drawn, points
+from tests.analysis.results import rows_of
 
 BOOKS = "precision.recipe=custom precision.products={output: {format: e4m3_bnb}}"
 NULLS = (-0.03, 0.01, 0.01, 0.01)  # log loss minus the control's, in the second half
@@ -184,3 +185,25 @@ def test_a_replay_that_ended_early_is_drawn_as_a_cross(run):
     [ax] = drawn(branches, branches.query(load_runs(run)))
     crosses = [line for line in ax.get_lines() if line.get_marker() == "X"]
     assert [list(line.get_ydata()) for line in crosses] == [[5]]  # the second row of LLM.int8()
+
+
+@pytest.mark.slow
+def test_table_of_paired_branches_is_that_of_the_records(everything):
+    frame = branches.query(everything.where(everything.summaries["experiment"] == "branches"))
+    assert set(frame["after"]) == {500, 1000} and set(frame["num_bf16"]) == {5}
+    rows = {name: cells for name, *cells in rows_of("| 100 steps in |")}
+    for recipe, part in frame.groupby("recipe"):
+        cells, ratios, percent = [], [], 100 * np.expm1(part["difference"])
+        low, high = (100 * np.expm1(end) for end in paired_branches.interval(part, 0.95))
+        for _, each in part.groupby("after").groups.items():
+            ratios.append(f"{part['scatter'][each[0]] / part['bf16_scatter'][each[0]]:.1f}")
+            if recipe == "bf16":
+                cells.append(f"{percent[each].min():+.1f} to {percent[each].max():+.1f}")
+            else:
+                [at] = each
+                cells.append(f"{percent[at]:+.1f} ({low[at]:.1f} to {high[at]:.1f})")
+        others = (
+            ["", ""] if recipe == "bf16" else [", ".join(ratios), paired_branches.outcome(part)]
+        )
+        assert rows.pop(paired_branches.in_print(recipe)) == cells + others
+    assert not rows

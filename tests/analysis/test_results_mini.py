@@ -33,10 +33,12 @@ def test_runs_that_end_at_chance_are_those_of_the_records(mini):
         if abs(loss.iloc[-20:].median() - chance) < 0.02 * chance:
             found.append((head["experiment"], head["optimizer.name"], head["optimizer.beta2"]))
     found.sort()
-    assert [study for study, *_ in found] == ["early_warnings", "early_warnings", "stability"]
+    studies = ["early_warnings", "early_warnings", "kq_norm", "stability"]
+    assert [study for study, *_ in found] == studies
     assert {optimizer for _, optimizer, _ in found} == {"adamw"}
-    (low, high), last = (beta2 for *_, beta2 in found[:2]), found[2][2]
-    words = f"`stability_mini` (beta2 {last:g}) and two of `early_warnings_mini` ({low:g} and "
+    low, high, *last = (beta2 for *_, beta2 in found)
+    assert last == [0.999, 0.999]
+    words = f"`kq_norm_mini` (beta2 0.999) and two of `early_warnings_mini` ({low:g} and "
     text = words_of("method")
     assert f"{NUMBERS[len(found)].capitalize()} runs of AdamW end at chance" in text
     assert f"{words}{high:g})" in text
@@ -118,8 +120,18 @@ def test_features_that_the_figure_leaves_out_are_those_of_the_records(mini):
     shown = drawn[(drawn["at"] == "last") & (drawn["model"] == "mini_l")]
     shown = shown.loc[shown["recipe"].str.contains("LLM|int8 weight"), "ratio"]
     low, high = min(shown.min(), int8.min()), max(shown.max(), int8.max())
-    words = f"all {len(shown) + len(int8)} runs of `mini_l` with an int8 weight gradient are at "
-    assert f"{words}{low:.2f} to {high:.2f}, but" in words_of("features")
+    words = (
+        f"all {len(shown) + len(int8)} runs of `mini_l` with an int8 weight gradient with one scale"
+    )
+    assert f"{words} per row are at {low:.2f} to {high:.2f}, but" in words_of("features")
+    blocks = ends(
+        mini.where((at["experiment"] == "equality") & (at["precision.recipe"] != "switchback"))
+    )
+    sizes = blocks.set_index([blocks["precision"] == "bf16", "seed"])["size"]
+    ratios = (sizes[False] / sizes[True]).dropna()
+    span = f"{ratios.min():.2f} to {ratios.max():.2f}"
+    words = f"{NUMBERS[len(ratios)]} runs of `equality_mini` have {span}."
+    assert words in words_of("features")
 
 
 @pytest.mark.slow

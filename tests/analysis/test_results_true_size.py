@@ -207,7 +207,7 @@ def test_table_of_learning_rates_is_that_of_the_records(rates):
     for rate, recipe, *found in rows:
         cells = rates.loc[(recipes[recipe], float(rate)), list(COLUMNS)]
         assert found == list(map(str.format, COLUMNS.values(), cells)), (recipe, rate)
-    assert len(rows) == len(rates) == 23
+    assert len(rows) == len(rates) == 24
 
 
 @pytest.mark.slow
@@ -216,14 +216,14 @@ def test_sentences_on_learning_rates_are_those_of_the_records(rates):
     assert (loss.idxmin(axis=1) == 3.5e-4).all()
     assert (rates["recall"].unstack().idxmax(axis=1) == 2.5e-4).all()
     change = (loss / loss.loc["bf16"] - 1).loc[["switchback", "hw_fp8_tensorwise", "llm_int8"]]
-    for shares in map(pd.Series.dropna, map(change.loc.__getitem__, change.index)):
+    for _, shares in change.iterrows():
         texts = [f"{number:+.1%}" for number in shares]
         assert f"by {', '.join(texts[:-1])} and {texts[-1]}" in page
     steps = 1 - loss[3.5e-4] / loss[2.5e-4]
     assert f"the loss changes by {steps.min():.1%} to {steps.max():.1%}" in page
     above = loss - loss.loc["bf16"].min()
     assert (above.loc[:, :5e-4] <= 0.1).all(axis=None)
-    assert above.loc[:, 7e-4:].stack().dropna().between(0.1, 1).all()
+    assert above.loc[:, 7e-4:].stack().between(0.1, 1).all()
     bf16, *others = rates["excursion"].unstack()[1e-3].sort_values()
     assert f"is {bf16:.2f} nats, of the others {others[0]:.2f} to {others[-1]:.2f}" in page
     recipe, rate = rates["excursion"].idxmax()
@@ -250,7 +250,8 @@ def test_sentences_on_learning_rates_are_those_of_the_records(rates):
     assert f"fp8 {listed}".format(*fp8) in page
     switchback = end.loc["switchback"] / end.loc["bf16"]
     low, high = switchback[:7e-4].min(), switchback[:7e-4].max()
-    assert f"int8 {low:.2f} to {high:.2f} up to 7e-4 and {switchback[1e-3]:.2f} at 1e-3" in page
+    highest = f"{switchback[1e-3]:.2f} at 1e-3 and {switchback[1.4e-3]:.2f} at 1.4e-3"
+    assert f"int8 {low:.2f} to {high:.2f} up to 7e-4, {highest}" in page
     at_150 = rates["at_150"].unstack()
     low, high = at_150.loc[:, :3.5e-4].stack().agg(["min", "max"])
     assert (
@@ -261,7 +262,8 @@ def test_sentences_on_learning_rates_are_those_of_the_records(rates):
     low, high = at_150.loc[:, 1e-3:].stack().agg(["min", "max"])
     assert f"{low:.1f} to {high:.1f} at 1e-3 and 1.4e-3" in page
     bf16 = rates["recall"].loc["bf16"]
-    assert f"reaches {bf16[2.5e-4]:.1f}% at 2.5e-4 instead of {bf16[5e-4]:.1f}% at 5e-4" in PAGE
+    words = f"reaches {bf16[2.5e-4]:.1f}% at 2.5e-4 (one seed), {bf16[5e-4]:.1f}% at 5e-4 (two)"
+    assert words in PAGE
 
 
 @pytest.fixture(scope="module")
