@@ -224,8 +224,9 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     with style():
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
-        title = figure.title(frame) or figure.words(frame)
-        panels.add_title(canvas, title[:1].upper() + title[1:].rstrip(","), about["mark"])
+        words = figure.words(frame)
+        title = figure.title(frame) or words[:1].upper() + words[1:].rstrip(",")
+        panels.add_title(canvas, title, about["mark"])
         save(canvas, stem, frame)
     text = json.dumps(about, indent=2, allow_nan=False)
     durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())

@@ -18,20 +18,21 @@ PRECISIONS = {  # label in a run's name: (in print, color); bf16's color is its 
     "llm_int8": ("LLM.int8()", "#009E73"),
     "fp8_tensorwise": ("fp8 tensor-wise", "#E69F00"),
     "fp8_rowwise": ("fp8 row-wise", "#A61C4B"),
-    "fp8_switchback": ("SwitchBack fp8", "#CC79A7"),
+    "fp8_switchback": ("SwitchBack fp8", "#B03A8C"),
     "fp8_switchback_blocks": ("SwitchBack fp8, blocks", "#F6BCCD"),
-    "fp8_blockwise": ("fp8 in blocks", "#6D8C2B"),
+    "fp8_blockwise": ("fp8 in blocks", "#89B14E"),
     "mxfp8": ("MXFP8", "#4A6FD0"),
-    "mxfp4": ("MXFP4", "#9DB4F0"),
+    "mxfp4": ("MXFP4", "#F08FA8"),
     "nvfp4": ("NVFP4", "#B07CC6"),
     "nvfp4_rht_sr": ("NVFP4, rotation, stochastic rounding", "#7A3E96"),
     "nvfp4_then_bf16": ("NVFP4, then bf16", "#2A1AE6"),
-    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#C3903A"),
-    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#8C3959"),
-    "hw_fp8_blockwise": ("hardware fp8 in blocks", "#45591B"),
+    "hw_fp8_tensorwise": ("hardware fp8 tensor-wise", "#56B4E9"),
+    "hw_fp8_switchback": ("SwitchBack hardware fp8", "#5A0F45"),
+    "hw_fp8_blockwise": ("hardware fp8 in blocks", "#623B00"),
+    "code_books": ("fp8 tensor-wise, released code books", "#332288"),
     "autograd_high": ("autograd function", "#392994"),
 }
-NARROW = {"output": "#56B4E9", "grad_input": "#0072B2", "grad_weight": "#4B2E83"}  # one product
+NARROW = {"output": "#B9A3DB", "grad_input": "#8663BD", "grad_weight": "#4B2E83"}  # one product
 OPTIMIZERS = {  # optimizer.name, with its rule: (in print, line style, color under bf16)
     "stable_adamw": ("StableAdamW", "-", "#0072B2"),
     "stable_adamw_8bit": ("8-bit StableAdamW", (0, (8, 1.2)), "#2A1AE6"),

@@ -43,14 +43,12 @@ THRESHOLDS |= {  # of scores that experiments.predictors measures at some steps
     "rms_at_measured": THRESHOLDS["rms"],
 }
 IN_A_ROW = 3  # measurements of a sustained curvature
-NAMES = {
-    "rms": "RMS_t",
-    "rho": "rho: RMS_t / its maximum",
-    "deviation": "gradient norm",
-    "cusum": "CUSUM of the gradient norm",
+LOOKS = {  # score: (in print, color, dashes, as some lines lie upon others)
+    "rms": ("RMS_t", style.RMS, "-"),
+    "rho": ("rho: RMS_t / its maximum", "#D55E00", "-"),
+    "deviation": ("gradient norm", "#666666", "-"),
+    "cusum": ("CUSUM of the gradient norm", "#AA4499", (0, (4, 2))),
 }
-COLORS = {"rms": style.RMS, "rho": "#D55E00", "deviation": "#666666", "cusum": "#AA4499"}
-DASHES = {"cusum": (0, (4, 2))}  # its line lies upon others
 SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
 WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
@@ -224,15 +222,15 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
     RMS_t has the only band of intervals. Precision and recall have one y axis.
     """
     shares, chance, tops = transferred(frame[frame["score"].isin(SCORES)]), [], [0.1]
-    for score, color in COLORS.items() if shares else ():
+    for score, (label, color, dashes) in LOOKS.items() if shares else ():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
         tops.append(np.fmax.reduce(lines[0, :, [0, 2]], axis=None))
-        look = {"color": color, "lw": 1.2, "ls": DASHES.get(score, "-")}
+        look = {"color": color, "lw": 1.2, "ls": dashes, "label": label}
         if score == "rms":
             ends = interval(lines[1:, :, [0, 2]])
             tops.append(np.fmax.reduce(ends, axis=None))
             ax.fill_between(HORIZONS, *ends[..., column // 2], color=color, alpha=0.15, lw=0)
-        ax.plot(HORIZONS, lines[0, :, column], marker="o", ms=2.5, label=NAMES[score], **look)
+        ax.plot(HORIZONS, lines[0, :, column], marker="o", ms=2.5, **look)
         chance.append(lines[0, :, column + 1])
     if shares:
         low, high = np.min(chance, axis=0), np.max(chance, axis=0)

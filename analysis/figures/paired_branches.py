@@ -98,13 +98,6 @@ def _recipe(change: str) -> str:
     return CODE_BOOKS if "e4m3_bnb" in change else change.removeprefix("precision=")
 
 
-def in_print(recipe: str) -> str:
-    """A recipe in print."""
-    if recipe == CODE_BOOKS:
-        return "fp8 tensor-wise, released code books"
-    return naming.precision(recipe)
-
-
 def interval(rows: pd.DataFrame, level: float) -> tuple[pd.Series, pd.Series]:
     """The lower and upper ends of the differences in log loss, by t."""
     half = rows["error"] * stats.t.ppf((1 + level) / 2, rows["num_bf16"] - 1)
@@ -146,7 +139,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
             ax, row, own, own.mean(), style.color(recipe, ""), spread=spread[own.index],
             ends=None if recipe == BF16 else (low, high), note=f"from step {after:,}",
         )  # fmt: skip
-        names.append("" if in_print(recipe) in names else in_print(recipe))
+        names.append("" if naming.precision(recipe) in names else naming.precision(recipe))
     marks.name_rows(ax, names)
     marks.draw_reference(ax, 0, MARGIN, "x")
     ax.set_xlabel("training loss relative to bf16 (%)")

@@ -134,11 +134,8 @@ def sigma(column: str, part: pd.DataFrame) -> str:
 def scatter(frame: pd.DataFrame) -> str:
     """The title of `rounding`."""
     sigmas = [deviation("recall", frame[frame["arm"] == arm]) for arm in (ROUNDING, OTHERS)]
-    if not np.isfinite(sigmas).all():
-        return ""
-    return (
-        "Rounding alone scatters mean R@1 by {:.1f} points, seeds of 8-bit recipes by {:.1f}"
-    ).format(*sigmas)
+    text = "Rounding alone scatters mean R@1 by {:.1f} points, seeds of 8-bit recipes by {:.1f}"
+    return text.format(*sigmas) if np.isfinite(sigmas).all() else ""
 
 
 def cost_of_gradient(column: str, frame: pd.DataFrame) -> str:

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.transforms import blended_transform_factory
 
-from analysis import bench, naming, paper, style
+from analysis import bench, naming, panels, paper, style
 from analysis.grammar import Panels, by
 
 METHODS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: recipe
@@ -23,24 +23,6 @@ def on(frame: pd.DataFrame) -> str:
     """The devices in short: `H100` for `NVIDIA H100 80GB HBM3`."""
     names = bench.devices(frame).split(", ")
     return naming.join(dict.fromkeys(name.removeprefix("NVIDIA ").split()[0] for name in names))
-
-
-def draw_lines(frame: pd.DataFrame, ax: Axes, x: str, y: str, by: list[str], look) -> None:
-    """A line over x for each value of `by`; `look(head)` is its label and its style."""
-    for _, part in frame.groupby(by, sort=False):
-        label, styled = look(part.iloc[0])
-        part = part.sort_values(x)
-        ax.plot(part[x], part[y], **{"marker": "o", "ms": 3, "lw": 1.2, "label": label} | styled)
-
-
-def size_axis(ax: Axes, sizes: pd.Series, label: str) -> None:
-    """A logarithmic x axis with a tick for each size."""
-    ticks = sorted(set(sizes))
-    ax.set_xscale("log")
-    turned = {"rotation": 45, "ha": "right"} if len(ticks) > 5 else {}
-    ax.set_xticks(ticks, [str(tick) for tick in ticks], **turned)
-    ax.minorticks_off()
-    ax.set_xlabel(label)
 
 
 def with_papers(ours: pd.DataFrame, table: dict) -> pd.DataFrame:
@@ -72,12 +54,12 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, bar: float | None = N
     """Percentages of SwitchBack's summed operations; fewer tokens are paler; a line at `bar`."""
     ours = plot_papers(frame, ax)
     counts = sorted(set(ours["tokens"]), reverse=True)
-    draw_lines(ours, ax, "dim", "value", ["series", "tokens"], lambda head: (
-        f"{naming.precision(METHODS[head['series']])}, {head['tokens']:,} tokens",
-        {"color": style.paler(color(METHODS[head["series"]]), counts.index(head["tokens"]))},
-    ))  # fmt: skip
-    size_axis(ax, frame["dim"], "width of the layer")
-    ax.set(ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
+    for (series, tokens), part in ours.sort_values("dim").groupby(["series", "tokens"], sort=False):
+        shade = style.paler(color(METHODS[series]), counts.index(tokens))
+        label_of_line = f"{naming.precision(METHODS[series])}, {tokens:,} tokens"
+        ax.plot(part["dim"], part["value"], "-o", ms=3, lw=1.2, color=shade, label=label_of_line)
+    panels.number_axis(ax, frame["dim"])
+    ax.set(xlabel="width of the layer", ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
     ax.axhline(0, color="black", lw=0.6)
     if bar:
         ax.axhline(bar, color="black", lw=0.8, ls=":")

@@ -93,7 +93,7 @@ def with_kq_norm(frame: pd.DataFrame) -> str:
     means = frame.groupby(["beta2", "intervention"])["highest"].mean().unstack().dropna()
     if {"none", "kq_norm"} <= {*means} and (means["kq_norm"] < means["none"]).all():
         return "With KQ layer norm, the mean highest loss spike is lower at each beta2"
-    return ""
+    return "Highest loss spike of each run, with and without KQ layer norm"
 
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs
+from analysis import load_runs, naming
 from analysis.figures import branches, paired_branches
 from experiments import compact
 from tests.analysis.conftest import drawn, points
@@ -205,5 +205,5 @@ def test_table_of_paired_branches_is_that_of_the_records(everything):
         others = (
             ["", ""] if recipe == "bf16" else [", ".join(ratios), paired_branches.outcome(part)]
         )
-        assert rows.pop(paired_branches.in_print(recipe)) == cells + others
+        assert rows.pop(naming.precision(recipe)) == cells + others
     assert not rows
