@@ -1,9 +1,11 @@
 """Run directories that others made: nothing in one makes reading fail, wait or lose other runs."""
 
 import functools
+import io
 import json
 import os
 import shutil
+import struct
 
 import numpy as np
 import pyarrow as pa
@@ -260,6 +262,40 @@ def compressed_stream(run):
     write_stream(run, names, options=zstd, steps=2000)
 
 
+class Start(io.RawIOBase):
+    """The first bytes of what is written."""
+
+    def __init__(self, count):
+        self.data, self.count = b"", count
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.data += bytes(data[: self.count - len(self.data)])
+        return len(data)
+
+
+def shared_values(run):
+    """A stream of 400 statistics of 60,000 tensors, or 480 MB, that are the same 1.2 MB."""
+    names, size, count = [f"t{i}" for i in range(60_000)], 1_200_000, 400
+    flat = pa.array(np.ones(size // 4, np.float32))
+    value = pa.FixedSizeListArray.from_arrays(flat, len(names))
+    batch = pa.record_batch({"step": range(1, 6)} | {f"s{i}": value for i in range(count)})
+    schema = batch.schema.with_metadata({"tensors": json.dumps(names)})
+    start = Start(5_000_000)
+    with pa.ipc.new_stream(pa.PythonFile(start, "w"), schema) as stream:
+        stream.write_batch(batch.replace_schema_metadata(schema.metadata))
+    data, first = start.data, 40  # where the values begin, after those of `step`
+    body = data.index(struct.pack("<5q", *range(1, 6)))
+    head = data[:body].replace(*(struct.pack("<q", first + n * size) for n in (count, 1)))
+    for i in range(1, count):
+        at = [struct.pack("<2q", first + n * size, size) for n in (i, 0)]
+        head = head.replace(*at).replace(struct.pack("<2q", first + i * size, 0), bytes(16))
+    (run / "tensors.parquet").unlink()
+    (run / "tensors" / "0000.arrows").write_bytes(head + data[body : body + first + size])
+
+
 def repeated_values(run):
     """A table of 20 million rows of equal values in 15 kB."""
     same = {"step": np.ones(20_000_000, np.int64), "rms/a": np.ones(20_000_000, np.float32)}
@@ -313,7 +349,7 @@ print((peak() - before) // 1024)
 """
 
 
-@pytest.mark.parametrize("bomb", [compressed_stream, repeated_values, lying_page])
+@pytest.mark.parametrize("bomb", [compressed_stream, shared_values, repeated_values, lying_page])
 def test_a_small_file_that_unpacks_to_much_is_refused(make_run, bomb):
     run = make_run(num_steps=STEPS)
     bomb(run)
