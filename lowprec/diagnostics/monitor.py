@@ -113,7 +113,6 @@ class Monitor:
         self.spikes: list[Spike] = []
         self._buffer = StepBuffer(flush, len(SCALARS), (len(params), len(WATCHED)), self.device)
         self._detector = Detector(self.protocol, len(params))
-        self._detector.step = step
         self._rows: list[dict] = []  # what no `save` has written
         self._tables: list[tuple[int, np.ndarray]] = []
         self._unwritten: list[Spike] = []
