@@ -119,6 +119,23 @@ def test_verdicts(of, expected):
     assert verdict(of, min_sqnr_db=20.0) == expected
 
 
+@pytest.mark.parametrize(("third", "shown"), [(31.0, "30.2"), (math.nan, "nan")])
+def test_layers_of_one_name_are_a_line_with_the_noise_of_the_worst(third, shown):
+    others = {f"{part}_{key}": None for part in PRODUCTS for key in ("underflowed", "peak")}
+    others |= {"recipe": "switchback", "verdict": "gain", "share": 0.2}
+    rows = [
+        row(
+            layer=f"blocks.{i}.fc",
+            output=db,
+            **others | {"output_underflowed": i / 10, "output_peak": 9 - i},
+        )
+        for i, db in enumerate((31.5, 30.25, third))
+    ]
+    line = repr(Advice(rows)).splitlines()[-1].split()
+    assert line == ["blocks.*.fc", "3", "x", "60.0%", "6.000", "3.000", shown, "40.0", "16", "bit",
+                    "20.0%", "9", "gain"]  # fmt: skip
+
+
 def test_layers_that_gain_are_a_filter_for_prepare_for_training():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     facts = [

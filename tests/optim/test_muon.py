@@ -25,6 +25,7 @@ def test_parameters_move_as_under_each_optimizer_alone(clip_norm, build):
     adamw = StableAdamW([others], **RULE, clip_threshold=None, fused=False)
     ours, params = build("muon", clip_norm=clip_norm), [*hidden, *params_of(adamw)]
     for step in range(1, 51):
+        before = [p.detach() * (1 - 0.1 * RULE["lr"]) for p in ours.hidden]
         set_grads(ours, step, 30.0 if step % 7 == 0 else 1.0)
         norm = torch.stack([p.grad.norm() for p in params_of(ours)]).norm()
         factor = 1.0 if clip_norm is None else (clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -34,6 +35,9 @@ def test_parameters_move_as_under_each_optimizer_alone(clip_norm, build):
             optimizer.step()
         torch.testing.assert_close(ours.clipped_grad_norm, norm * factor)
         torch.testing.assert_close(ours.statistics[2:, 0], adamw.statistics[:, 0])
+        moved = [(p - old).norm() for p, old in zip(ours.hidden, before, strict=True)]
+        found = ours.statistics[:2, STATISTICS.index("update_norm")]
+        torch.testing.assert_close(found, torch.stack(moved))
     near = {"rtol": 0, "atol": 0} if clip_norm is None else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(params_of(ours), params, **near)
     assert all(p.isfinite().all() for p in params)
@@ -61,5 +65,8 @@ def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest(built):
     rest = {name for group in adamw.param_groups for name in group["param_names"]}
     assert {"visual.conv1.weight", "token_embedding.weight", "visual.proj", "logit_scale"} <= rest
     assert f"; AdamW updates the other {len(rest)} tensors" in optimizer.summary()
+    prompts = [("blocks.0.weight", nn.Parameter(torch.ones(4, 4)))]
+    prompts += [("prompts.0", nn.Parameter(torch.ones(4, 4)))]  # a number is its own name
+    assert len(MuonAdamW([{"params": prompts}], RULE).others) == 1
     with pytest.raises(ValueError, match="matrices in numbered blocks"):
         MuonAdamW([make_groups()[1]], RULE)

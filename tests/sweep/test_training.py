@@ -48,6 +48,7 @@ def test_three_starts_from_the_same_checkpoint_are_the_last(trained, sweeps, her
         ("kill -USR2 $$", "killed by SIGUSR2"),  # nobody had asked it to stop
         ("echo Traceback; echo 'ValueError: no'; exit 1", "ValueError: no"),
         ("echo 'runs/x failed: because'; echo 'and do this'; exit 1", "because and do this"),
+        ("echo 'runs/x failed: one'; echo 'error: two'; exit 1", "error: two"),
         ("exit 255", "exit status 255"),  # 127 is no signal
         ("exit 0", "ended without a result"),
     ],
