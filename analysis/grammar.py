@@ -323,6 +323,8 @@ class Lines(Figure):
         """Adds what lines and the loss axis are."""
         text = super().caption(frame) + " Lines: runs"
         text += f", averaged over up to {style.SMOOTHING} steps." if self.smooth else "."
+        if self.spikes:
+            text += f" Triangles: loss spikes, filled if over {spike_marks.LARGE:g} nat."
         if self._has_one_color(frame):
             text += f" All runs: {frame['label'].iloc[0]}."
         if self.y.column == "loss":

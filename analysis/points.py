@@ -148,8 +148,9 @@ class Points(OfRuns):
             ax.text(start + 0.08, 0.98, shade[1], zorder=4, **look)
 
     def words(self, frame: pd.DataFrame) -> str:
-        """The y axes."""
-        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame)))
+        """`what`, or else the y axes."""
+        axes = dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame))
+        return self.what or naming.join(axes)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""

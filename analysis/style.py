@@ -2,8 +2,9 @@
 
 A method is a precision and an optimizer. Under bf16, the baseline of optimizer studies, the
 optimizer gives the color; elsewhere the precision does. The base palette is Okabe and Ito's, and
-any two methods also differ for readers with red or green color blindness. Lines of one method
-that differ by a number (beta2, depth) get their colors from a color map.
+recipes that share a figure also differ for readers with red or green color blindness. Lines of one
+method that differ by a number (beta2, depth) get their colors from a color map, and the seeds of
+one setting tones.
 """
 
 import io

@@ -76,7 +76,7 @@ def by_class(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def name_with_bits(head: pd.Series) -> str:
-    """`fp8 tensor-wise, simulated, 8 bits`, in a block that says the same without them."""
+    """`fp8 tensor-wise, StableAdamW, simulated, 8 bits`."""
     return f"{named_by_exception(head)}, {round(head['bits'], 2):g} bits"
 
 

@@ -12,17 +12,11 @@ from analysis.grammar import Hue, Lines, by
 PLAIN, CLIPPING = "no change", "gradient clipping"
 TENSORWISE = {"custom": ("tensor-wise FP4", "#2A1AE6")}  # of `fp8_fixes_mini`
 CHANGES = ("bf16", PLAIN, CLIPPING, "KQ layer norm", "zero-init layer-scale")
-SWEEPS = {  # of spikes: the config key, the figure that it follows
-    "size": ("model.name", "figure 6"),
-    "batch": ("batch_size", "figure 7"),
-    "lr": ("optimizer.lr", "figure 8"),
-    "precision": ("precision.label", "figures 6 to 8"),
-}
-SETTINGS = {  # in words
-    "model.name": "in larger models",
-    "batch_size": "in larger batches",
-    "optimizer.lr": "at higher learning rates",
-    "precision.label": "by precision",
+SWEEPS = {  # of spikes: the config key, the figure that it follows, and what a title says
+    "size": ("model.name", "figure 6", "in larger models"),
+    "batch": ("batch_size", "figure 7", "in larger batches"),
+    "lr": ("optimizer.lr", "figure 8", "at higher learning rates"),
+    "precision": ("precision.label", "figures 6 to 8", "by precision"),
 }
 DASHES = (0, (5, 1.2))
 
@@ -123,15 +117,12 @@ def best_change(frame: pd.DataFrame) -> str:
     return f"{text}: loss {ends[best]:.1f} at the end, {ends['bf16']:.1f} in bf16"
 
 
-def more_spikes(setting: str, frame: pd.DataFrame) -> str:
+def more_spikes(setting: str, words: str, frame: pd.DataFrame) -> str:
     """The title of a sweep: how the number of large spikes grows with a setting."""
     groups = frame.groupby(measures.RENAMED.get(setting, setting), sort=False)
     large = groups["height"].agg(lambda heights: (heights > spike_marks.LARGE).sum())
-    is_more = setting != "precision.label" and (large.diff().dropna() > 0).all() and len(large) > 1
-    return (
-        f"{'More l' if is_more else 'L'}oss spikes over 1 nat {SETTINGS[setting]}: "
-        + naming.join(large)
-    )
+    is_more = (large.diff().dropna() > 0).all() and setting != "precision.label" and len(large) > 1
+    return f"{'More l' if is_more else 'L'}oss spikes over 1 nat {words}: {naming.join(large)}"
 
 
 def fewest_spikes(frame: pd.DataFrame) -> str:
@@ -201,9 +192,9 @@ FIGURES = {
             hue=replace(BETA2, look=style.look_of_recipe) if name == "precision" else BETA2,
             facet=key,
             spikes=True,
-            title=partial(more_spikes, key),
+            title=partial(more_spikes, key, words),
             text=f"After {after}, arXiv:2304.13013.",
         )
-        for name, (key, after) in SWEEPS.items()
+        for name, (key, after, words) in SWEEPS.items()
     },
 }

@@ -12,6 +12,7 @@ from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
 from analysis.points import Points, Rows
 
+LEAST = 0.08  # nats: where the axis of heights begins
 RESETS = {"stable_spam": 1000}  # steps between resets of the moments, the library's default
 
 
@@ -171,7 +172,7 @@ FIGURES = {
                 column="height",
                 label="spike heights with medians (nats)",
                 log=True,
-                least=0.08,
+                least=LEAST,
                 where=of_part("spikes"),
                 median=True,
             ),
@@ -185,8 +186,9 @@ FIGURES = {
         title=compare_optimizers,
         what="height of loss spikes and mean R@1",
         text="Left: height of each loss spike, its largest loss minus the median loss of the "
-        "window before it. Right: mean R@1 of both directions at the last step. Open points: "
-        "evaluated right after a reset of the optimizer's moments.",
+        f"window before it; bars: medians; a triangle: less than {LEAST:g}. Right: mean R@1 of "
+        "both directions at the last step. Open points: evaluated right after a reset of the "
+        "optimizer's moments.",
     ),
     "kq_norm": Rows(
         studies=("kq_norm", "stability"),

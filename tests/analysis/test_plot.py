@@ -197,6 +197,18 @@ def test_lines_have_their_names_beside_them_unless_one_ends_early(last):
     plt.close(figure)
 
 
+def test_lines_of_one_name_have_it_beside_each_bundle():
+    with style():
+        figure = plt.figure(layout="constrained", figsize=(3.4, 2.5))
+        ax = figure.subplots()
+        for end in (0.0, 0.01, 0.02, 1.0):
+            ax.plot([0, 10], [0.5, end], label="bf16")
+        name_lines(figure, [ax])
+    ends = [ax.transLimits.inverted().transform(text.xy)[1] for text in ax.texts]
+    assert ends == pytest.approx([0.01, 1.0])
+    plt.close(figure)
+
+
 @pytest.mark.parametrize("name", ["group", "a name that is longer than the panel is wide"])
 def test_groups_of_points_have_their_names_beside_them_or_else_a_legend(name):
     with style():

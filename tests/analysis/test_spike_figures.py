@@ -14,6 +14,7 @@ from analysis.figures import (
     rms_and_loss,
     spike_heights,
     spikes,
+    spikes_vs_lr,
 )
 from analysis.measures import RECALL
 from lowprec.clip.model import build_model
@@ -77,6 +78,17 @@ def test_the_highest_spikes_are_those_of_runs_that_differ_in_kq_norm_and_gpu(pla
     rows = frame.set_index(["beta2", "intervention"])["highest"].sort_index()
     assert [*rows.index] == [(b, i) for b in (0.98, 0.99) for i in ("kq_norm", "none")]
     assert rows[0.99, "kq_norm"] == 0 and rows.drop((0.99, "kq_norm")).between(1.2, 1.4).all()
+
+
+def test_loss_spikes_have_triangles_over_their_peaks_and_are_counted(plant, query):
+    plant({400: 3, 600: 3}, beta2=0.99, experiment="spikes_vs_lr")
+    frame = query(spikes_vs_lr)
+    [ax] = drawn(spikes_vs_lr, frame)
+    marks = [line for line in ax.lines if line.get_marker() == "v"]
+    [steps, peaks] = np.transpose([line.get_xydata()[0] for line in marks])
+    assert steps.tolist() == frame.loc[frame["height"].notna(), "step"].tolist()
+    assert (peaks > 3).all() and {line.get_mfc() for line in marks} == {"black"}
+    assert ax.get_title().endswith("2 spikes ▽, 2 over 1 nat ▼")
 
 
 def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
