@@ -30,10 +30,10 @@ def _scale(bits, MAX: tl.constexpr):
 
 
 @triton.jit
-def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
-    """Rounds x / scale to the type Q; 0 where the scale is 0 or NaN.
+def _quotient(x, scale):
+    """The quotient x / scale; 0 where the scale is 0 or NaN.
 
-    The quotient is correctly rounded, computed from the reciprocal and two fused multiply-adds: one
+    It is correctly rounded, computed from the reciprocal and two fused multiply-adds: one
     division per element would make the kernels compute-bound.
     """
     usable = scale > 0
@@ -43,16 +43,28 @@ def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
     # x - q * divisor is exact in one fma, so that adding its quotient rounds q only once, as
     # an IEEE division does.
     q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
-    q = tl.where(usable, q, 0.0)
+    return tl.where(usable, q, 0.0)
+
+
+@triton.jit
+def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
+    """Rounds `_quotient` to the type Q."""
+    q = _quotient(x, scale)
     if Q == tl.int8:  # adding 1.5 * 2^23 rounds ties to even and puts the integer in the low bits
         return (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     return tl.clamp(q, -MAX, MAX).to(Q)
 
 
 @triton.jit
+def _magnitudes(x):
+    """The bits of |x|, as integers that order inf and NaN last."""
+    return tl.abs(x).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _bits(x, AXIS: tl.constexpr):
-    """Bits of the largest magnitudes, as integers that order inf and NaN last."""
-    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=AXIS)
+    """Bits of the largest magnitudes."""
+    return tl.max(_magnitudes(x), axis=AXIS)
 
 
 @triton.jit
@@ -109,7 +121,7 @@ def _amax_kernel(
         rows = block * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0)
-        bits = tl.maximum(bits, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True))
+        bits = tl.maximum(bits, _magnitudes(x.to(tl.float32)))
     # Column maxima of all programs meet in one array; for a tensor, each program stores its own
     # and the next kernel takes their maximum, so that the array need not be zeroed.
     if COLUMNS:
@@ -162,7 +174,7 @@ def _quantize_by_tile_kernel(
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * stride_m + cols[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    bits = _magnitudes(x)
     if TILE_M > 1:
         bits = tl.max(bits, axis=0, keep_dims=True)
         scale_m = tile_m + tl.zeros([1], tl.int64)
@@ -182,21 +194,42 @@ def _quantize_by_tile_kernel(
 
 
 @triton.jit
-def _quantize_128x1_kernel(
-    x_ptr, qt_ptr, scale_ptr, M, K, stride_m, MAX: tl.constexpr, BLOCK: tl.constexpr
-):
-    Q: tl.constexpr = qt_ptr.dtype.element_ty
-    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    rows, cols = tile_m * BLOCK + tl.arange(0, BLOCK), tile_k * BLOCK + tl.arange(0, BLOCK)
+def _load_fourth(x_ptr, words, cols, M, K, stride_m, I: tl.constexpr):
+    """Row I of the four rows that make each word."""
+    rows = words * 4 + I
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * stride_m + cols[None, :]
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    scale = _scale(_bits(x, 0), MAX)  # [BLOCK]
+    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _byte(x, scale, I: tl.constexpr, Q: tl.constexpr):
+    """The quotient x / scale, rounded to the fp8 type Q, as byte I of a word."""
+    # It exceeds the largest number by less than half a step, so that rounding needs no clamp.
+    q = _quotient(x, scale[None, :]).to(Q).to(tl.uint8, bitcast=True)
+    return q.to(tl.int32) << (8 * I)
+
+
+@triton.jit
+def _quantize_128x1_kernel(
+    x_ptr, qt_ptr, words_ptr, scale_ptr, M, K, stride_m, MAX: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Transposes words of four rows; M must be a multiple of 4. words_ptr is qt_ptr as int32."""
+    Q: tl.constexpr = qt_ptr.dtype.element_ty
+    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    words, cols = tile_m * 32 + tl.arange(0, 32), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    x0 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 0)
+    x1 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 1)
+    x2 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 2)
+    x3 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 3)
+    bits_01 = tl.maximum(_magnitudes(x0), _magnitudes(x1))
+    bits_23 = tl.maximum(_magnitudes(x2), _magnitudes(x3))
+    scale = _scale(tl.max(tl.maximum(bits_01, bits_23), axis=0), MAX)  # [BLOCK_K]
     tl.store(scale_ptr + tile_m * K + cols, scale, mask=cols < K)
-    q = _divide(x, scale[None, :], MAX, Q).to(tl.int8, bitcast=True)
-    at = cols[:, None] * M + rows[None, :]
-    ptrs = qt_ptr.to(tl.pointer_type(tl.int8), bitcast=True) + at
-    tl.store(ptrs, tl.trans(q), mask=(cols < K)[:, None] & (rows < M)[None, :])
+    word = _byte(x0, scale, 0, Q) | _byte(x1, scale, 1, Q)
+    word |= _byte(x2, scale, 2, Q) | _byte(x3, scale, 3, Q)
+    at = cols[:, None] * (M // 4) + words[None, :]
+    tl.store(words_ptr + at, tl.trans(word), mask=(cols < K)[:, None] & (words * 4 < M)[None, :])
 
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -242,8 +275,8 @@ def quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """q_MK, q_KM (each None unless requested) and the scale.
 
-    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes, except 16-bit
-    numbers in tiles of 128x1; the other granularities store both layouts in one pass.
+    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes, except from 16
+    bits to fp8 in tiles of 128x1; the other granularities store both layouts in one pass.
     """
     if granularity == "rowwise":
         q_MK, scale = quantize_rows(x_MK, format)
@@ -251,8 +284,10 @@ def quantize(
     # Triton 3.6 scrambles transposed fp8 tiles computed from float32, and of 128x128 bfloat16:
     # weight gradients became NaN, input gradients wrong
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
-    is_scrambled = format.exponent_bits > 0 and x_MK.dtype == torch.float32
-    if granularity == "128x1" and not rows and x_MK.dtype != torch.float32:
+    is_fp8 = format.exponent_bits > 0
+    is_scrambled = is_fp8 and x_MK.dtype == torch.float32
+    fills_words = is_fp8 and not is_scrambled and x_MK.shape[0] % 4 == 0
+    if granularity == "128x1" and not rows and fills_words:
         return None, *_quantize_128x1(_rows_contiguous(x_MK), format)
     if transposed and (is_scaled_by_tile or is_scrambled):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
@@ -288,18 +323,19 @@ def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
 
 
 def _quantize_128x1(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """q_KM and the scale."""
+    """q_KM and the scale; M must be a multiple of 4."""
     M, K = x_MK.shape
     q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device)
     scale = empty_scale(x_MK, "128x1")
-    _plan_128x1(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format)(x_MK, q_KM, scale)
+    launch = _plan_128x1(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format)
+    launch(x_MK, q_KM, q_KM.view(torch.int32), scale)
     return q_KM, scale
 
 
 @plan
 def _plan_128x1(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
-    grid = (triton.cdiv(M, 128), triton.cdiv(K, 128))
-    constants = {"MAX": format.max, "BLOCK": 128, "num_warps": 4}
+    grid = (triton.cdiv(M, 128), triton.cdiv(K, 64))
+    constants = {"MAX": format.max, "BLOCK_K": 64, "num_warps": 4}
     return Launch(_quantize_128x1_kernel, grid, (M, K, stride_m), **constants)
 
 

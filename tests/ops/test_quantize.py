@@ -84,6 +84,19 @@ def test_single_layout_matches_reference(device, format, granularity, rows, tran
     assert_same(scale, expected_scale, "scale")
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (152, 70)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("format", FORMATS[1:], ids=lambda format: format.name)
+def test_words_of_four_rows_are_transposed(device, format, dtype, shape):
+    x = make((shape[0], 80), dtype, device)[:, : shape[1]]
+    x[-1, -1] = torch.inf
+    _, q, scale = kernels.quantize(x, format, "128x1", rows=False, transposed=True)
+    expected, expected_scale = reference.quantize(x, format, "128x1")
+    assert_same(q, expected.T.contiguous(), "transposed q")
+    assert scale[-1, -1].isnan()
+    assert_same(scale.nan_to_num(7.0), expected_scale.nan_to_num(7.0), "scale")
+
+
 @each_granularity
 @pytest.mark.parametrize("layout", ["transposed", "every other column", "slice", "expanded"])
 def test_non_contiguous_input(device, layout, granularity):
