@@ -183,7 +183,7 @@ CLAIMS = (
           f"90% interval above {size_judges.MARGIN:g}%; not reproduced if equality within it is "
           f"shown: {_TESTED}",
           partial(size_judges.compare, one=size_judges.FP8, other="bf16", how=size_judges.WORSE),
-          short=f"loss over {size_judges.MARGIN:g}% higher after 1,500 steps", scale=TRUE_SIZE),
+          short=f"loss ends over {size_judges.MARGIN:g}% above bf16's", scale=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise loses accuracy, mini scale", _papers("fp8_tensorwise"),
           "interval of bf16's accuracy minus fp8's above 0; a diverged run counts as 0%",
           partial(PRECISION, one="bf16", other="fp8_tensorwise",
@@ -201,10 +201,10 @@ CLAIMS = (
     Claim("C5", "zero-init layer-scale stops the growth with training, true size", "no number",
           "less growth with training than in any run without it, two seeds",
           partial(judges.features, stopped="training", studies=("interventions",)),
-          short="zero-init and training", scale=TRUE_SIZE),
+          short="zero-init stops it with training", scale=TRUE_SIZE),
     *(Claim("C5", f"zero-init layer-scale stops the growth with {what}", "no number",
             f"less growth with {what}{measures} than in any run without it, two seeds",
-            partial(judges.features, stopped=what), short=f"zero-init and {what}")
+            partial(judges.features, stopped=what), short=f"zero-init stops it with {what}")
       for what, measures in (("depth", ", as a ratio and in absolute terms,"), ("training", ""))),
     Claim("C6", "quantization noise of a dot product grows with its inner dimension K",
           "variance proportional to K",

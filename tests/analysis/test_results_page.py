@@ -227,16 +227,48 @@ def test_pairs_of_runs_that_show_equality_are_those_of_the_records(everything):
     alone = frame[frame["arm"] == "rounding alone"]
     recall, loss = alone[["recall", "validation_loss"]].std()
     loss *= 100 / alone["validation_loss"].mean()
-    pairs = [pairs_needed(*each) for each in ((recall, 0.5), (loss, 1), (recall, paper.EQUAL))]
-    text = words_of("repeatability")
+    text, alike = words_of("repeatability"), ((recall, 0.5), (recall, paper.EQUAL))
     assert f"{recall:.2f} points (" in text and f"{loss:.1f}% of the validation loss" in text
-    assert f"{pairs[0]} pairs of runs with this deviation" in text
-    assert f"{pairs[1]} for 1% of the validation loss, and {pairs[2]} for the paper's" in text
+    assert (
+        "by the deviation of rounding alone, it would be {} and {}.".format(
+            *(pairs_needed(math.sqrt(2) * deviation, margin) for deviation, margin in alike)
+        )
+        in text
+    )
+    runs = everything.where((at["experiment"] == "equality") & (at["scale"] == "mini"))
+    scored = measures.with_scores(runs, measures.named_heads(runs))
+    by_seed = scored.pivot(index="seed", columns="precision", values="recall").dropna(
+        subset="switchback"
+    )
+    by_seed = by_seed[["bf16", "switchback"]]
+    deviation, correlation = by_seed.diff(axis=1)["switchback"].std(), by_seed.corr().iloc[0, 1]
+    ends = np.tanh(np.arctanh(correlation) + np.array([-1.96, 1.96]) / math.sqrt(len(by_seed) - 3))
+    assert "correlation of {:.2f} ({:.2f} to {:.2f})".format(correlation, *ends) in text
+    assert f"deviation of {deviation:.2f} points" in text
+    needed = [pairs_needed(deviation, margin) for margin in (0.5, paper.EQUAL)]
+    assert f"{needed[0]} pairs of runs with this" in text and f"{needed[1]} for the paper's" in text
+    assert f"{needed[1]} pairs of runs are needed" in PAGE
+    five = everything.where(at["experiment"].isin(["accuracy_vs_size", "one_product"]))
+    five = measures.with_scores(five, measures.named_heads(five)).query("model == 'mini_l'")
+    new, of = by_seed["bf16"], {name: part["recall"] for name, part in five.groupby("precision")}
+    p_value = stats.ttest_ind(of["bf16"], new, equal_var=False).pvalue
+    assert (
+        f"{new.std():.2f} and end at {new.mean():.1f}% instead of {of['bf16'].mean():.1f}%" in text
+    )
+    assert f"(Welch's test: p = {p_value:.3f})" in text
+    for name, words in (
+        ("llm_int8", "LLM.int8() ends {:.1f} points below bf16 ({:.1f} to {:.1f})"),
+        ("grad_weight int8", "weight gradient alone {:.1f} ({:.1f} to {:.1f})"),
+    ):
+        ends = stats.ttest_ind(of[name], new, equal_var=False).confidence_interval()
+        assert words.format(new.mean() - of[name].mean(), -ends.low, -ends.high) in text
+    above = [of[f"fp8_{name}"].mean() - new.mean() for name in ("tensorwise", "switchback")]
+    assert "tensor-wise by {:.1f} instead of 0.3 below, SwitchBack by {:.1f}".format(*above) in text
 
 
 def pairs_needed(deviation, margin, power=0.8):
-    """Pairs of runs by which two one-sided tests at 5% show equality of equal methods."""
-    ratio = margin / (math.sqrt(2) * deviation)
+    """Pairs of runs whose differences deviate so, by which two tests at 5% show equality."""
+    ratio = margin / deviation
     nums = np.arange(2, int(20 / ratio**2) + 20)
     most = stats.t.ppf(0.95, nums - 1)
     reached = 2 * stats.t.cdf(ratio * np.sqrt(nums) - most, nums - 1) - 1
