@@ -83,7 +83,7 @@ def same(
         ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
     ours += f"; 90%: {Sample.of(pairs[model], TWO_ONE_SIDED)}"
     if of_largest and of_largest.num:
-        ours += f"; validation loss, %: {of_largest}"
+        ours += f"; validation loss, %, 90%: {of_largest}"
     return records.equal(ours, pairs[model])
 
 

@@ -269,7 +269,7 @@ def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monke
         ([("a", HELD), ("a", UNDECIDED), ("b", HELD)], "holds: b; open: a"),
         ([("b", UNDECIDED), ("a", FAILED), ("c", HELD)], "holds: c; fails: a; open: b"),
         ([("a", UNDECIDED)], "open: a"),
-        ([("a", NO_RUNS), ("b", NO_RUNS)], "open: no runs"),
+        ([("a", NO_RUNS), ("b", NO_RUNS)], ""),
         ([("", HELD)], "-"),
     ],
 )
@@ -279,4 +279,4 @@ def test_verdicts_in_short_are_the_worst_of_their_rows(verdicts, cell):
         for short, verdict in verdicts
     ]
     [row] = [line for line in claims.summary(rows).splitlines() if line.startswith("| C9 ")]
-    assert row.endswith(f" | open: no runs | {cell} |")
+    assert row.endswith(f" | open: needs 30 runs of ViT-L/14 | {cell} |")
