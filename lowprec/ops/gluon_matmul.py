@@ -22,29 +22,30 @@ from lowprec.ops.epilogue import gluon_finish, gluon_load_bias, gluon_load_scale
 from lowprec.ops.launch import Launch
 from lowprec.ops.triton_quantize import num_sms
 
-HALF_M = gl.constexpr(64)  # rows of a tile that a warpgroup multiplies
-BLOCK_M = gl.constexpr(128)
-BLOCK_N = gl.constexpr(256)
 BLOCK_K = gl.constexpr(128)
-HALF_N = gl.constexpr(128)
+HALF_N = gl.constexpr(128)  # columns multiplied at a time if scales are of tiles
 STAGES = gl.constexpr(4)
-GROUP_M = gl.constexpr(8)  # rows of output tiles that reuse cached columns of b
-HOPPER_TILE = {"BLOCK_M": BLOCK_M.value, "BLOCK_N": BLOCK_N.value, "BLOCK_K": BLOCK_K.value}
-STORED_BYTES = 256  # of a tile's row at a time: shared memory has no room for all
+GROUP_ROWS = gl.constexpr(1024)  # of the output, whose tiles reuse cached columns of b
+WIDE_TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": BLOCK_K.value}
+TALL_TILE = {"BLOCK_M": 256, "BLOCK_N": 128, "BLOCK_K": BLOCK_K.value}
+STORED_BYTES = 16384  # of half a tile at a time: shared memory has no room for all
 
 
 @gluon.jit
-def _count(M, N, K, K_PART):
+def _count(ring, M, N, K, K_PART):
     """Number of tiles, times that of parts of the sum."""
-    return gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N) * gl.cdiv(K, K_PART)
+    return gl.cdiv(M, ring[0].shape[1]) * gl.cdiv(N, ring[1].shape[1]) * gl.cdiv(K, K_PART)
 
 
 @gluon.jit
-def _tile_at(number, M, N, K, K_PART):
+def _tile_at(number, ring, M, N, K, K_PART):
     """First row and column of a tile, then the part of the sum, its first and last term.
 
-    Tiles of a part are in an order that covers GROUP_M rows of tiles at a time.
+    Tiles of a part are in an order that covers GROUP_ROWS rows at a time.
     """
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    BLOCK_N: gl.constexpr = ring[1].shape[1]
+    GROUP_M: gl.constexpr = GROUP_ROWS // BLOCK_M
     tiles_m, tiles_n = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N)
     part, number = number // (tiles_m * tiles_n), number % (tiles_m * tiles_n)
     group = number // (GROUP_M * tiles_n)
@@ -60,8 +61,8 @@ def _load_tiles(a_desc, b_desc, ring, M, N, K, K_PART):
     """Fills stages of the ring as the warpgroups empty them."""
     a_ring, b_ring, full, empty = ring
     step = 0
-    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
-        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
+    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         for k in range(first, last, BLOCK_K):
             stage = step % STAGES
             # A barrier's phase flips each time the ring has gone round. Waiting for the opposite of
@@ -83,12 +84,14 @@ def _multiply_tiles(
     a_ring, b_ring, full, empty = ring
     out_desc, out_buffers = output
     a_scale_ptr, b_scale_ptr, bias_ptr = factors
+    HALF_M: gl.constexpr = out_buffers.shape[1]
+    BLOCK_N: gl.constexpr = b_ring.shape[1]
     IS_INT: gl.constexpr = a_ring.dtype == gl.int8
-    WIDTH: gl.constexpr = 128 if IS_INT else 256  # Triton has no wider instruction for int8
+    WIDTH: gl.constexpr = 128 if IS_INT else BLOCK_N  # Triton has no wider instruction for int8
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     step = 0
-    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
-        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
+    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         m0 += HALF * HALF_M
         sums = gl.zeros([HALF_M, BLOCK_N], gl.int32 if IS_INT else gl.float32, layout)
         for k in range(first, last, BLOCK_K):
@@ -110,7 +113,7 @@ def _multiply_tiles(
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         finished = gluon_finish(sums, a_scale, b_scale, bias, BIAS)
-        row = part * gl.cdiv(M, BLOCK_M) * BLOCK_M + m0  # whole tiles, which TMA stores
+        row = part * gl.cdiv(M, 2 * HALF_M) * 2 * HALF_M + m0  # whole tiles, which TMA stores
         _store(finished, row, n0, out_desc, out_buffers.index(HALF))
     tma.store_wait(0)
 
@@ -148,15 +151,16 @@ def _multiply_scaled_tiles(
     a_ring, b_ring, full, empty = ring
     out_desc, out_buffers = output
     a_scale_ptr, b_scale_ptr, b_scales, stride_am, stride_ak, stride_bn, stride_bk = scales
+    HALF_M: gl.constexpr = out_buffers.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
     loaded: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     zeros = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
     step = 0
-    for number in range(gl.program_id(0), _count(M, N, K, K_PART), gl.num_programs(0)):
-        m0, n0, part, first, last = _tile_at(number, M, N, K, K_PART)
+    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+        m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         m0 += HALF * HALF_M
         m = m0 + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
-        n = n0 + gl.arange(0, BLOCK_N, loaded)
+        n = n0 + gl.arange(0, 2 * HALF_N, loaded)
         a_ptrs, b_ptrs = a_scale_ptr + m * stride_am, b_scale_ptr + n * stride_bn
         left, right = zeros, zeros
         a_scale = gl.load(a_ptrs + first // BLOCK_K * stride_ak, mask=m < M, other=0.0)
@@ -191,7 +195,7 @@ def _multiply_scaled_tiles(
             right = _add_scaled(right, product, a_scale, of_right, layout, B_ROWS)
             a_scale = next_scale
             step += 1
-        row = part * gl.cdiv(M, BLOCK_M) * BLOCK_M + m0
+        row = part * gl.cdiv(M, 2 * HALF_M) * 2 * HALF_M + m0
         place = (out_desc, out_buffers.index(HALF), row)
         _add_bias_and_store(left, n0, N, bias_ptr, place, BIAS)
         _add_bias_and_store(right, n0 + HALF_N, N, bias_ptr, place, BIAS)
@@ -219,10 +223,17 @@ def _add_scaled(sums, product, a_scale, b_scale, layout: gl.constexpr, B_ROWS: g
 
 
 @gluon.jit
+def _allocate(desc, COUNT: gl.constexpr):
+    """Shared memory for blocks of a tensor."""
+    shape: gl.constexpr = [COUNT, desc.block_shape[0], desc.block_shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
 def _make_ring(a_desc, b_desc):
     """Stages for blocks of both operands, and the barriers that say which are full or empty."""
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    a_ring = _allocate(a_desc, STAGES)
+    b_ring = _allocate(b_desc, STAGES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -238,10 +249,9 @@ def _matmul_tiles_hopper_kernel(
     stride_am, stride_ak, stride_bn, stride_bk, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     ring = _make_ring(a_desc, b_desc)
-    buffers: gl.constexpr = [2, HALF_M, out_desc.block_shape[1]]
-    out_buffers = gl.allocate_shared_memory(out_desc.dtype, buffers, out_desc.layout)
+    out_buffers = _allocate(out_desc, 2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    b_scales = gl.allocate_shared_memory(gl.float32, [4, BLOCK_N if B_ROWS else 32], plain)
+    b_scales = gl.allocate_shared_memory(gl.float32, [4, 2 * HALF_N if B_ROWS else 32], plain)
     output = (out_desc, out_buffers)
     scales = (a_scale_ptr, b_scale_ptr, b_scales, stride_am, stride_ak, stride_bn, stride_bk)
     sizes = (M, N, K, K_PART)
@@ -262,8 +272,7 @@ def _matmul_hopper_kernel(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     ring = _make_ring(a_desc, b_desc)
-    buffers: gl.constexpr = [2, HALF_M, out_desc.block_shape[1]]
-    out_buffers = gl.allocate_shared_memory(out_desc.dtype, buffers, out_desc.layout)
+    out_buffers = _allocate(out_desc, 2)
     output = (out_desc, out_buffers)
     factors = (a_scale_ptr, b_scale_ptr, bias_ptr)
     gl.warp_specialize(
@@ -281,21 +290,23 @@ def plan_hopper(
     device: torch.device,
     out_dtype: torch.dtype,
     integers: tuple,
+    tile: dict,
     tiles: int,
     has_scaled_tiles: bool,
     constants: dict,
 ) -> Launch:
     """The launch for M, N, K and terms in a part; all rows must be multiples of 16 bytes.
 
-    `tiles` is the number of output tiles, times that of parts. Scales may be of tiles: then their
-    strides follow the sizes.
+    `tiles` is the number of output tiles, times that of parts. Scales may be of tiles, with
+    WIDE_TILE: then their strides follow the sizes.
     """
     kernel = _matmul_tiles_hopper_kernel if has_scaled_tiles else _matmul_hopper_kernel
     stored = STORED_BYTES // 2 if has_scaled_tiles and constants["B_ROWS"] else STORED_BYTES
+    half_m = tile["BLOCK_M"] // 2
     blocks = (
-        [BLOCK_M.value, BLOCK_K.value],
-        [BLOCK_N.value, BLOCK_K.value],
-        [HALF_M.value, stored // out_dtype.itemsize],
+        [tile["BLOCK_M"], tile["BLOCK_K"]],
+        [tile["BLOCK_N"], tile["BLOCK_K"]],
+        [half_m, stored // half_m // out_dtype.itemsize],
     )
     grid = (min(num_sms(device), tiles),)
     return Launch(kernel, grid, integers, blocks, **constants, num_warps=4)

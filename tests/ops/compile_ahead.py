@@ -148,6 +148,8 @@ CASES = {  # name: (launches, architectures)
     "e5m2 by e4m3 to bf16, long": (
         partial(_matmul, FP8_WIDE, FP8, BF16, 5120, a_rows=False, bias=False), HOPPER,
     ),
+    "e4m3 to bf16, tall tiles": (partial(_matmul, FP8, FP8, BF16, 5632, n=1408, m=32768), HOPPER),
+    "e4m3 to fp32, tall tiles": (partial(_matmul, FP8, FP8, FP32, 1664, n=1664, m=32768), HOPPER),
     "e4m3 in tiles to bf16": (partial(_matmul_tiles, True), HOPPER),
     "e4m3 in tiles to bf16, odd sizes": (partial(_matmul_tiles, True, n=1284), HOPPER),
     "e4m3 in tiles to bf16, grad_weight": (partial(_matmul_tiles, False), HOPPER),

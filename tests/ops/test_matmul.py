@@ -213,6 +213,35 @@ def test_parts_fill_the_last_wave_of_tiles():
         assert kernels._parts_in_waves(tiles, sizes, sms=132) == fastest
 
 
+def test_tall_tiles_are_for_fp8_that_they_cover_in_fewer_waves(monkeypatch):
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 132)
+
+    def is_tall(m, n, dtype=E4M3.dtype, has_tiles=False):
+        sizes, dtypes = (m, n, 5120), (dtype, dtype, torch.bfloat16, None)
+        return kernels._hopper_tile(None, dtypes, sizes, has_tiles) == kernels.TALL_TILE
+
+    for width in (1408, 1664):  # measured on an H200
+        assert is_tall(32768, width) and not is_tall(32768, 4 * width)
+        assert not is_tall(32768, width, torch.int8) and not is_tall(32768, width, has_tiles=True)
+    for width in (768, 1024, 1280, 2048, 4096):
+        assert not any(is_tall(32768, width * factor) for factor in (1, 3, 4))
+    assert not is_tall(300, 1408)  # one wave of either
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(700, 400, 1040), (1, 16, 16), (33000, 1408, 272)], ids=str)
+def test_sums_do_not_depend_on_the_tile(device, monkeypatch, shape, dtype):
+    m, n, k = shape
+    a, b = make_fp8(m, k, E4M3, device, 0), make_fp8(n, k, E5M2, device, 1)
+    factors = make_scale(m, device, 2), make_scale(n, device, 3), torch.randn(n, device=device)
+    results = []
+    for tile in (kernels.WIDE_TILE, kernels.TALL_TILE):
+        monkeypatch.setattr(kernels, "_hopper_tile", lambda *_, tile=tile: tile)
+        results.append(launch_hopper(a, b, *factors, dtype))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize(
     "k, dtype", [(128, torch.float32), (200, torch.bfloat16), (400, torch.float32)], ids=str
 )
@@ -223,7 +252,7 @@ def test_partial_int32_sums_are_added_in_float32(device, monkeypatch, dtype, k):
     a, b = make_int8(33, k, device, 0), make_int8(20, k, device, 1)
     a_scale, b_scale = make_scale(33, device, 2), make_scale(20, device, 3)
     bias = torch.randn(20, device=device)
-    for tile in (kernels.TILE, kernels.ODD_TILE, kernels.HOPPER_TILE):
+    for tile in (kernels.TILE, kernels.ODD_TILE, kernels.WIDE_TILE):
         assert kernels._split(device, (torch.int8,), (33, 20, k), tile)[2] <= 128
     result = kernels.matmul(a, b, a_scale, b_scale, bias, dtype)
     exact = (a.double() @ b.double().T) * a_scale.double() * b_scale.double().T + bias.double()
