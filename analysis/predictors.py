@@ -33,7 +33,9 @@ NAMES = {
 HEADER = (
     *("score", "warnings that a spike follows", "spikes that have a warning", "mean lead, steps"),
     *("F1", "F1 from the onset", "F1 of RMS_t minus it"),
+    "F1 of RMS_t at every second step minus it",
 )
+MEASURED = ("curvature", "sustained", "gradient_kurtosis", "activation_kurtosis")
 
 
 def of_whole_seeds(heads: pd.DataFrame, frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -64,22 +66,26 @@ def worth(frame: pd.DataFrame) -> list[list[str]]:
     """
     shares, rows = early_warnings.transferred(frame), []
     has_intervals = bool(frame.groupby("beta2")["run"].nunique().min() > 1)
-    reference = np.nan_to_num(shares["detection", "rms", HORIZON][:, -1])  # 0 without a warning
+
+    def minus(reference: str, score: str) -> str:
+        """The difference of F1, which is 0 without a warning."""
+        f1 = [np.nan_to_num(shares["detection", s, HORIZON][:, -1]) for s in (reference, score)]
+        low, high = early_warnings.interval((f1[0] - f1[1])[1:])
+        return f"{f1[0][0] - f1[1][0]:.2f}" + f" ({low:.2f} to {high:.2f})" * has_intervals
+
     for score in early_warnings.THRESHOLDS:
         if ("detection", score, HORIZON) not in shares:
             continue
-        samples, onset = (shares[side, score, HORIZON] for side in ("detection", "onset"))
-        difference = reference - np.nan_to_num(samples[:, -1])
-        low, high = early_warnings.interval(difference[1:])
-        text = f"{difference[0]:.2f}" + f" ({low:.2f} to {high:.2f})" * has_intervals
-        last = text if score != "rms" else "-"
-        rows.append([NAMES[score], *_cells(samples[0], onset[0]), last])
+        cells = _cells(*(shares[side, score, HORIZON][0] for side in ("detection", "onset")))
+        last = minus("rms", score) if score != "rms" else "-"
+        as_often = minus("rms_at_measured", score) if score in MEASURED else "-"
+        rows.append([NAMES[score], *cells, last, as_often])
     is_own = np.isclose(frame["threshold"], OWN_THRESHOLD) & (frame["horizon"] == HORIZON)
     for score in ("curvature", "sustained"):
         own = frame[is_own & (frame["score"] == score)].groupby("counted_from")[list(COUNTS)].sum()
         if len(own):
             own = shares_of(own.loc[["detection", "onset"]].to_numpy(float))
-            rows.append([f"{NAMES[score]}, at the threshold 2 / lr", *_cells(*own), "-"])
+            rows.append([f"{NAMES[score]}, at the threshold 2 / lr", *_cells(*own), "-", "-"])
     return rows
 
 

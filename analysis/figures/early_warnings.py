@@ -6,8 +6,10 @@ cumulative sum (CUSUM; Page, 1954) of these deviations; and, in runs of `experim
 curvature and kurtosis. Not in the paper.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -179,12 +181,12 @@ def shares_of(counts: np.ndarray) -> np.ndarray:
 
 
 def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
-    """For each CELL, the shares of `shares_of` [1 + NUM_SAMPLES, 6] with thresholds of other beta2.
+    """For each CELL, the shares of `shares_of` [1 + samples, 6] with thresholds of other beta2.
 
     For each beta2, the threshold is the one with the largest F1 in the runs of all other beta2;
-    warnings and spikes are then pooled. Row 0 is for the runs, the others for samples of them,
-    drawn with replacement among the runs of each beta2, for which thresholds are chosen again.
-    Empty if there is one beta2. ChoiceError if a score is that of some runs only.
+    warnings and spikes are then pooled. Row 0 is for the runs, the others for `resamples` of them
+    within each beta2, for which thresholds are chosen again. Empty if there is one beta2.
+    ChoiceError if a score is that of some runs only.
     """
     num_runs, scored = frame["run"].nunique(), frame.groupby("score", sort=False)["run"].nunique()
     if len(partly := scored[scored < num_runs]):
@@ -196,8 +198,7 @@ def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
     groups = [np.flatnonzero(beta2 == value) for value in np.unique(beta2)]
     if len(groups) < 2:
         return {}
-    rng = np.random.default_rng(0)
-    draws = [rng.multinomial(len(g), np.full(len(g), 1 / len(g)), NUM_SAMPLES) for g in groups]
+    draws = resamples([len(group) for group in groups])
     weights = [np.vstack([np.ones(draw.shape[1]), draw]) for draw in draws]
     shares = {}
     for cell, part in frame.groupby(list(CELL)):
@@ -211,9 +212,30 @@ def transferred(frame: pd.DataFrame) -> dict[tuple, np.ndarray]:
     return shares
 
 
+def resamples(sizes: list[int]) -> list[np.ndarray]:
+    """For each group, [samples, size]: how often a sample draws each of its runs.
+
+    A sample draws from each group as many runs as that has, with replacement. Every ordered draw,
+    all of which are equally likely, is there once if these are at most NUM_SAMPLES; else that many
+    are drawn at random.
+    """
+    if math.prod(size**size for size in sizes) > NUM_SAMPLES:
+        rng = np.random.default_rng(0)
+        return [rng.multinomial(size, np.full(size, 1 / size), NUM_SAMPLES) for size in sizes]
+    draws = [
+        [np.bincount(draw, minlength=size) for draw in product(range(size), repeat=size)]
+        for size in sizes
+    ]
+    return [np.stack(of_group) for of_group in zip(*product(*draws), strict=True)]
+
+
 def interval(samples: np.ndarray) -> np.ndarray:
-    """[2, ...]: the central 95% of samples [NUM_SAMPLES, ...]."""
-    return np.nanquantile(samples, ((1 - LEVEL) / 2, (1 + LEVEL) / 2), axis=0)
+    """[2, ...]: the central 95% of equally likely samples [samples, ...].
+
+    The ends are samples: the smallest ones that at least 2.5% and 97.5% of samples do not exceed.
+    """
+    ends = (1 - LEVEL) / 2, (1 + LEVEL) / 2
+    return np.nanquantile(samples, ends, axis=0, method="inverted_cdf")
 
 
 def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:

@@ -298,8 +298,8 @@ def test_what_warnings_are_worth_is_that_of_the_records():
         at = (others[list(keys)] == pd.Series(keys)).all(axis=1) & (others["threshold"] == best)
         counts = others.loc[at, list(early_warnings.COUNTS)].to_numpy(float).sum(axis=0)
         elsewhere = early_warnings.shares_of(counts[None])[0, -1]
-        assert cells[1:] == [*expected[:-1], f"{elsewhere:.2f}"], score
-        lower.append(expected[-1])
+        assert cells[1:] == [*expected[:-2], f"{elsewhere:.2f}"], score
+        lower.append(expected[-2])
     page = words_of("spikes")
     assert "the others is lower by {}, {} and {}".format(*lower[1:]) in page
     num_runs, num_spikes = others["run"].nunique(), counts[3]
@@ -314,20 +314,31 @@ def test_scores_of_early_warnings_are_worth_what_the_records_say():
     assert rows == predictors.worth(frame)
     num_spikes = frame.drop_duplicates("run")["num_spikes"].sum()
     assert f"There are {num_spikes:.0f} loss spikes in {len(runs.runs)} runs." in text
-    lows, highs = (
-        {cells[0]: float(end) for cells in rows for end in re.findall(ends, cells[-1])}
-        for ends in (r"\((\S+) to", r"to (\S+)\)")
-    )
-    worse = [name for name, low in lows.items() if low > 0]
-    kinds = ("curvature along the gradient", "kurtosis of the patch", "kurtosis of a block")
-    assert len(lows) == 8 and all(map(str.startswith, worse, kinds)) and len(worse) == 3
-    assert min(highs.values()) > 0  # none is better
-    f1 = {cells[0]: cells[4] for cells in rows}
-    new = [name for name in f1 if ("curv" in name or "kurt" in name) and "2 / lr" not in name]
-    best = max(new, key=f1.get)
-    assert best.startswith("least of three") and f1[best] > f1[rows[0][0]]
-    assert f"the single curvature has {f1['curvature along the gradient']}" in text
-    assert f"RMS_t itself has {f1['RMS_t at every second step']}" in text
+    f1 = {
+        (side, score): np.nan_to_num(shares[:, -1])
+        for (side, score, horizon), shares in early_warnings.transferred(frame).items()
+        if horizon == HORIZON
+    }
+    kurtosis, control = "activation_kurtosis", "rms_at_measured"
+    worse = {"curvature", "gradient_kurtosis", kurtosis, control}
+    for side, reference, scores, expected in (
+        ("detection", "rms", early_warnings.THRESHOLDS, worse),
+        ("detection", control, predictors.MEASURED, {kurtosis}),
+        ("onset", "rms", early_warnings.THRESHOLDS, {kurtosis}),
+        ("onset", control, predictors.MEASURED, {kurtosis}),
+    ):
+        scores = [score for score in scores if score != reference]
+        differences = [f1[side, reference] - f1[side, score] for score in scores]
+        lows, highs = np.transpose([early_warnings.interval(each[1:]) for each in differences])
+        assert {score for score, low in zip(scores, lows, strict=True) if low > 0} == expected
+        assert min(highs) > 0  # none is better
+    beta2 = runs.runs["optimizer.beta2"].value_counts()
+    draws = np.hstack(early_warnings.resamples(beta2.tolist()))
+    num_draws = len(np.unique(draws, axis=0))
+    given = f"{num_spikes:.0f} spikes, {len(runs.runs)} runs, {num_draws} different resamples"
+    nums = [sum("(" in cells[column] for cells in rows) for column in (-2, -1)]
+    assert given in text and nums == [8, 4]
+    assert "eight comparisons (12 with the last column), uncorrected" in text
     [own] = [cells for cells in rows if cells[0].startswith("curvature along the gradient, at")]
     assert own[2].startswith(f"{8 / num_spikes:.0%} (")
     share = own[1].partition(" ")[0]

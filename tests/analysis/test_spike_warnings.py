@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from analysis import load_runs, predictors, spike_marks
 from analysis.figures import early_warnings, spike_warnings
@@ -96,6 +97,23 @@ def test_deviations_and_their_sum_are_those_of_the_steps_before():
     np.testing.assert_allclose(sums, [0, 1.5, 1.5, 1.3, 0, 0.5])
 
 
+def test_few_runs_have_every_resample_by_its_chance_and_many_some_at_random():
+    pair, three = early_warnings.resamples([2, 3])
+    draws, nums = np.unique(np.hstack([pair, three]), axis=0, return_counts=True)
+    assert len(draws) == 3 * 10
+    chances = stats.multinomial.pmf(draws[:, :2], 2, [1 / 2] * 2)
+    chances *= stats.multinomial.pmf(draws[:, 2:], 3, [1 / 3] * 3)
+    np.testing.assert_allclose(nums / nums.sum(), chances)
+    for draw in early_warnings.resamples([5, 5]):
+        assert draw.shape == (1000, 5) and (draw.sum(axis=1) == 5).all()
+
+
+def test_ends_of_an_interval_are_the_first_samples_that_enough_do_not_exceed():
+    for num, ends in ((6, [0, 0]), (7, [-1, 1])):  # of 256, 2.5% are 6.4
+        samples = np.repeat([-1.0, 0.0, 1.0], [num, 256 - 2 * num, num])
+        assert early_warnings.interval(samples).tolist() == ends
+
+
 def measure(run, peaks):
     """Writes what `experiments.predictors` measures at even steps; `peaks`: score, step, value."""
     rows = {}
@@ -142,10 +160,14 @@ def test_the_table_has_the_thresholds_of_other_beta2_and_those_of_the_paper(plan
     by_chance = [f"{2 * 8 / NUM_STEPS:.1%}"] * 2
     whole = ["100% ({})", "100% ({})"]
     expected = [text.format(chance) for text, chance in zip(whole, by_chance, strict=True)]
-    assert cells[predictors.NAMES["rms"]] == [*expected, "4.5", "1.00", "1.00", "-"]
+    assert cells[predictors.NAMES["rms"]] == [*expected, "4.5", "1.00", "1.00", "-", "-"]
     curvature = cells[predictors.NAMES["curvature"]]
-    assert curvature == [*expected, "4.0", "1.00", "1.00", "0.00 (0.00 to 0.00)"]
-    assert cells[predictors.NAMES["sustained"]][-1] == "1.00 (1.00 to 1.00)"  # RMS_t's F1 minus 0
+    none, one = "0.00 (0.00 to 0.00)", "1.00 (1.00 to 1.00)"
+    at_measured = "-0.33 (-0.33 to -0.33)"  # RMS_t has a warning at 296, none at 195: 2/3 minus 1
+    assert curvature == [*expected, "4.0", "1.00", "1.00", none, at_measured]
+    assert cells[predictors.NAMES["sustained"]][-2:] == [one, "0.67 (0.67 to 0.67)"]  # minus 0
+    has_control = [name for name in cells if cells[name][-1] not in ("-", "---")]
+    assert has_control[1:] == [predictors.NAMES[score] for score in predictors.MEASURED]
     own = cells[f"{predictors.NAMES['curvature']}, at the threshold 2 / lr"]
     assert own[:4] == ["100% (4.6%)", "50% (2.3%)", "4.0", "0.67"]
     assert lines[-1] == "4 runs, 8 loss spikes, horizon 8 steps"
@@ -167,8 +189,8 @@ def test_seeds_without_an_ended_run_at_every_beta2_are_left_out_and_named(plant,
         run = plant({195: 5, 296: 5}, spikes, beta2=beta2, seed=seed, state=state)
     assert predictors.main(["--runs", str(run.parents[1])]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].endswith("| 4.5 | 1.00 | 1.00 | - |")
-    differences = [line.split(" | ")[-1] for line in lines[3:6]]  # one run has no interval
+    assert lines[2].endswith("| 4.5 | 1.00 | 1.00 | - | - |")
+    differences = [line.split(" | ")[-2] for line in lines[3:6]]  # one run has no interval
     assert not any("(" in text for text in differences)
     assert lines[-4:] == [
         "3 runs, 6 loss spikes, horizon 8 steps",
