@@ -267,7 +267,7 @@ def _plan_backward(device, dtype, *sizes: int) -> Launch:
 def _plan(kernel, batch: int, tokens: int, packed_width: int, num_heads: int, is_causal: bool):
     """One program for each head of a sample."""
     head_width = packed_width // 3 // num_heads
-    if tokens == triton_attention_129.BLOCK + 1 and not is_causal:
+    if tokens == triton_attention_129.TOKENS and not is_causal:
         is_backward = kernel is _attention_backward_kernel
         return triton_attention_129.plan(is_backward, batch, head_width, num_heads)
     first, last = _parts(tokens)

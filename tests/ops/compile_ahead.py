@@ -169,6 +169,7 @@ CASES = {  # name: (launches, architectures)
     "attention, 77 tokens, causal": (partial(_attention, 77, 64, True), HOPPER),
     "attention, 96 tokens": (partial(_attention, 96, 64, False), HOPPER),
     "attention, 129 tokens, heads of 80": (partial(_attention, 129, 80, False), HOPPER),
+    "attention, 129 tokens, heads of 48": (partial(_attention, 129, 48, False), HOPPER),
     "attention, 129 tokens": (partial(_attention, 129, 64, False), HOPPER),
     "attention, 50 tokens, heads of 128": (partial(_attention, 50, 128, False), HOPPER),
     "optimizer, fp32": (partial(_optimizer, FP32), ALL),
