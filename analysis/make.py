@@ -172,7 +172,8 @@ def _of_runs(
         )
     if experiment is None and figure.same_but:
         studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
-        runs = everything.where(studies.isin(figure.studies) & (at.isin(scales) | at.isna()))
+        is_at = at.isin([*scales, *figure.scales]) | at.isna()
+        runs = everything.where(studies.isin(figure.studies) & is_at)
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
@@ -182,14 +183,13 @@ def _of_runs(
     if drawn.empty:
         to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
-    scale = drawn["scale"].dropna().iloc[0]
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
     mark = mark_of_runs(drawn, lost)
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
         row["metrics_sha256"] = _sha256(as_path(row["path"]) / "metrics.jsonl")
-    return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scale
+    return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scales[0]
 
 
 def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
@@ -199,10 +199,11 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
+    num_data = data.groupby(drawn["scale"]).nunique().max()  # scales may differ
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
-        f"{data.nunique()} different data sets": data.nunique() > 1,
+        f"{num_data} different data sets": num_data > 1,
     }
     return "; ".join(text for text, holds in texts.items() if holds)
 

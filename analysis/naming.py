@@ -129,7 +129,7 @@ def rank(name: str, table: dict | tuple) -> tuple[int, str]:
 def join(items) -> str:
     """`a, b and c`."""
     words = [f"{item:,}" if isinstance(item, (int, np.integer)) else str(item) for item in items]
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def span(values, form: str = "{:.1f}") -> str:

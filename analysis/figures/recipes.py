@@ -1,6 +1,7 @@
 """Figures of recipes relative to bf16: validation loss and features, by model and learning rate."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -102,6 +103,56 @@ def best_rate(frame: pd.DataFrame) -> str:
     return text
 
 
+def at_best_rate(frame: pd.DataFrame) -> pd.Series:
+    """Whether a run is at its model's best rate, and in the study with most runs of its recipe.
+
+    Of the rates with the most recipes, the best is that at which bf16 has its lowest loss.
+    """
+    at = ["model", "lr"]
+    rates = frame.groupby(at)["recipe"].nunique().to_frame()
+    rates["loss"] = in_bf16(frame).groupby(at)["validation_loss"].mean()
+    rates = rates.sort_values(["recipe", "loss"], ascending=[False, True]).reset_index()
+    is_best = frame["lr"] == frame["model"].map(rates.groupby("model")["lr"].first())
+    of_recipe = [frame["model"], frame["recipe"]]
+    num = is_best.groupby([*of_recipe, frame["experiment"]]).transform("sum")
+    return is_best & (num == num.groupby(of_recipe).transform("max"))
+
+
+SHOWN_AS = {"fp8_tensorwise": "hw_fp8_tensorwise"}  # simulated
+MAIN = ("bf16", "switchback", "hw_fp8_tensorwise", "llm_int8")
+
+
+def in_main_recipes(heads: pd.DataFrame) -> pd.DataFrame:
+    """The ended runs in MAIN under bf16 without an intervention; a repeated run counts once."""
+    is_main = heads["precision.label"].replace(SHOWN_AS).isin(MAIN)
+    is_main &= (heads["precision.autocast"] == "bf16") & (heads["intervention.name"] == "none")
+    return comparison.distinct(heads[is_main & heads["state"].isin(ENDED)])
+
+
+def all_sizes(runs: Runs) -> pd.DataFrame:
+    """The validation loss of each run in MAIN, and what changes relative to bf16 of the same seed.
+
+    `counts` is `at_best_rate`; ViTs have early features at that rate.
+    """
+    heads = measures.with_scores(runs, measures.named_heads(runs))
+    facts = {"parameters": [measures.num_parameters(head) for head in heads.to_dict("records")]}
+    facts |= {"pixels": heads["model.image_size"], "recipe": heads["precision"].replace(SHOWN_AS)}
+    columns = [*measures.OF_A_RUN, "experiment", "recall", "validation_loss"]
+    heads = heads[columns].assign(**facts)
+    heads = heads.sort_values("recipe", key=lambda names: names.map(MAIN.index), kind="stable")
+    heads["counts"] = at_best_rate(heads)
+    best = heads["model"].map(heads[heads["counts"]].groupby("model")["lr"].first())
+    of_vit = heads[(heads["lr"] == best) & heads["model"].str.startswith("vit_")]
+    early = partial(measures.last_size, share=EARLY)
+    sizes = measures.by_run(runs, of_vit, ("run", "step", "size"), early)
+    heads = heads.merge(sizes, "left", on="run")
+    settings = _settings(runs, heads)
+    heads["recall_change"] = heads["recall"] - _of_bf16(heads["recall"], heads, settings)
+    heads["loss_change"] = loss_change(heads, settings)
+    heads["feature_ratio"] = heads["size"] / _of_bf16(heads["size"], heads, settings)
+    return heads.drop(columns=["recall", "size"])
+
+
 def in_bf16(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of bf16."""
     return frame[frame["recipe"] == "bf16"]
@@ -142,6 +193,23 @@ def against_bf16(frame: pd.DataFrame) -> str:
     return (
         f"An int8 weight gradient makes features {naming.span(own)} times as large as bf16's, "
         f"other recipes {naming.span(others)}"
+    )
+
+
+def rate_and_format(frame: pd.DataFrame) -> str:
+    """The title of `headline`: what raises the loss of the largest model, if rates do so more."""
+    title, part = by_model(frame)[-1]
+    losses = in_bf16(part).groupby("lr")["validation_loss"].mean()
+    own = part[part["counts"]]
+    costs = own.groupby("recipe")["loss_change"].mean()
+    best, worst = own["lr"].max(), losses.idxmax()
+    if not losses[worst] / losses[best] > 1 + costs.max() / 100 > 1:
+        return ""
+    return (
+        f"The learning rate matters more than the format: in bf16, {title}'s loss is "
+        f"{losses[worst] / losses[best]:.0f} times as high at {naming.number(worst)} as at "
+        f"{naming.number(best)}, where {naming.precision(costs.idxmax())}, the costliest, ends "
+        f"{costs.max():.1f}% above bf16"
     )
 
 
