@@ -159,10 +159,10 @@ def test_messages_on_equality_are_those_of_the_claims():
     below = numbers("C1", "SwitchBack int8 has a lower validation loss", pattern)
     words = "ends {:.1f}% above bf16 (90%: {:.1f} below to {:.1f} above)"
     assert words.format(own[0], -own[1], own[2]) in PAGE
-    assert f"{-fp8[0]:.1f}% below it ({-fp8[1]:.1f} below to {fp8[2]:.1f} above)" in PAGE
-    assert "LLM.int8() ends {:.1f}% above ({:.1f} to {:.1f})".format(*llm[:3]) in PAGE
-    assert f"int8, too, ends {llm[0]:.1f}% higher" in README
-    assert f"narrowly (p = {own[3]:.3f})" in README
+    assert f"{-fp8[0]:.1f}% below it (90%: {-fp8[1]:.1f} below to {fp8[2]:.1f} above)" in PAGE
+    assert "LLM.int8() ends {:.1f}% above (90%: {:.1f} to {:.1f})".format(*llm[:3]) in PAGE
+    assert f"int8, it ends {llm[0]:.1f}% higher" in README
+    assert f"narrowly (test of equality: p = {own[3]:.3f})" in README
     text = words_of("true_size")
     assert own[3] == fp8[3] and f"(p = {own[3]:.3f} for both after the correction" in text
     assert f"rests on p = {own[3]:.3f} after Holm's correction (0.095 if doubled" in PAGE
