@@ -368,8 +368,8 @@ def summary(rows: list[tuple[Claim, Finding]]) -> str:
                 cell = mini if claim.scale == MINI else large
                 cell.setdefault(claim.short, []).append(finding.verdict.partition(" at ")[0])
         needed = f"open: {NEEDED.get(number, 'no runs')}"
-        cells = _in_short(large, mini) or needed, _in_short(mini, large) if mini else "-"
-        lines.append(f"| {number} | {statement} | {' | '.join(cells)} |")
+        cells = _in_short(large, mini) or needed, _in_short(mini, large) or "open: no runs"
+        lines.append(f"| {number} | {statement} | {cells[0]} | {cells[1] if mini else '-'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -269,7 +269,7 @@ def test_the_committed_page_of_claims_is_what_the_command_writes(tmp_path, monke
         ([("a", HELD), ("a", UNDECIDED), ("b", HELD)], "holds: b; open: a"),
         ([("b", UNDECIDED), ("a", FAILED), ("c", HELD)], "holds: c; fails: a; open: b"),
         ([("a", UNDECIDED)], "open: a"),
-        ([("a", NO_RUNS), ("b", NO_RUNS)], ""),
+        ([("a", NO_RUNS), ("b", NO_RUNS)], "open: no runs"),
         ([("", HELD)], "-"),
     ],
 )

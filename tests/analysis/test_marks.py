@@ -6,7 +6,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from analysis import marks
-from analysis.evidence import Sample
 from analysis.grammar import Axis
 from analysis.points import Rows
 
@@ -63,16 +62,9 @@ def test_the_mean_in_bf16_is_a_line_across_the_rows_of_its_block(ax):
     assert drawn(title, bf16, title, int8) == [[[1.5, 0.5], [1.5, 3.5]]]  # the only one of all
 
 
-@pytest.mark.parametrize(("num", "order"), [(1, ["size", "loss"]), (2, ["loss", "size"])])
-def test_an_axis_with_a_margin_is_last_unless_it_has_an_interval(num, order):
-    def interval(values):
-        return Sample.of(values) if len(values) > 1 else None
-
-    axes = (
-        Axis(column="loss", label="", equal=3.0, interval=interval),
-        Axis(column="size", label=""),
-        Axis(column="recall", label=""),  # of which no run has a value
-    )
-    frame = pd.DataFrame({"method": "a", "model": "b", "loss": [1.0] * num, "size": 2.0})
+def test_axes_are_drawn_in_their_order_without_those_of_which_no_run_has_a_value():
+    axes = tuple(Axis(column=name, label="") for name in ("loss", "recall", "size"))
+    frame = pd.DataFrame({"loss": [1.0], "recall": [np.nan], "size": [2.0]})
     rows = Rows(studies=("formats",), table=None, values=axes)
-    assert [axis.column for axis in rows._drawn(frame.assign(recall=np.nan))] == order
+    assert [axis.column for axis in rows._drawn(frame)] == ["loss", "size"]
+    assert rows._drawn(frame[["recall"]].assign(loss=np.nan, size=np.nan)) == [axes[0]]
