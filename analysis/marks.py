@@ -35,14 +35,13 @@ def draw_runs(
     """A point for each run, pale beside a line through the means; a cross without a value.
 
     With `median`, a bar at the median takes the place of the line. Points are moved sideways by
-    `spread`. Across places of `every` without a run, the line is dotted.
+    `spread`. At places of `every` without a run, the line has a gap.
     """
     mean = values.groupby(at).mean().dropna()
     if median:
         middle = values.groupby(at).median()
         ax.plot(middle.index, middle, "_", color=color, ms=10, mew=2, zorder=2.1)
     elif means:
-        ax.plot(mean.index, mean, ":", color=color, lw=0.8, zorder=1.6)
         ax.plot(mean.index, mean, "o", color=color, ms=4, mec="white", mew=0.6, zorder=2.1)
         mean = mean.reindex(sorted({*mean.index, *every}))
         ax.plot(mean.index, mean, color=color, label=label, ls=dashes)
@@ -143,8 +142,8 @@ def draw_reference(ax: Axes, at: float, equal: float, name: str) -> None:
 
 
 def name_band(ax: Axes, at: float, equal: float) -> None:
-    """Writes what the gray band of `draw_reference` along x is, at its right end."""
-    ax.annotate(f"within {equal:g}% of bf16", (1, at - equal), (-2, 1.5), ha="right", fontsize=6.5,
+    """Writes what the gray band of `draw_reference` along x is, at its left end."""
+    ax.annotate(f"within {equal:g}% of bf16", (0, at - equal), (2, 1.5), fontsize=6.5,
                 xycoords=ax.get_yaxis_transform(), textcoords="offset points", color=style.OTHER,
                 zorder=4)  # fmt: skip
 

@@ -17,7 +17,7 @@ from scipy.optimize import isotonic_regression
 from analysis import naming, style
 
 MANY = 8  # ticks of an axis of numbers
-LONGEST, MOST_LINES = 22, 11  # of names beside a panel: characters of a line, and lines
+LONGEST, MOST_LINES = 25, 11  # of names beside a panel: characters of a line, and lines
 SIDES = {
     (1, 0): ("left", "center"),
     (-1, 0): ("right", "center"),

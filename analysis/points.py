@@ -115,7 +115,8 @@ class Points(OfRuns):
         places, values = places.astype(float), frame[y.column]
         is_log = panels.is_log(values, y.log)
         hues, shapes = frame[self.hue], {}
-        slots = hues.map(marks.slots(hues.unique(), SLOTS * bool(named)))
+        width = (SLOTS if y.median else SLOTS / 2) * bool(named)  # bars need more than points
+        slots = hues.map(marks.slots(hues.unique(), width))
         side = SIDE / hues.nunique() if named else 0
         spread = side * marks.spread(places + slots, values, is_log)
         for hue, part in frame.groupby(self.hue, sort=False):
@@ -132,7 +133,7 @@ class Points(OfRuns):
         ax.set_xlabel(x.name(frame))
         if named:
             panels.name_places(ax, named.values())
-            ax.set_xlim(-0.4, len(named) - 0.6)
+            ax.set_xlim(-0.4, max(places, default=0) + 0.4)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, is_log)
@@ -141,11 +142,12 @@ class Points(OfRuns):
         if y.reference is not None:
             marks.draw_reference(ax, y.reference, y.equal, "y")
             marks.name_band(ax, y.reference, y.equal)
-        if shade := self.shade(whole):
-            start = [*named].index(shade[0]) - 0.5
+        shade = self.shade(whole)
+        start = [*named].index(shade[0]) - 0.5 if shade else np.inf
+        if start < ax.get_xlim()[1]:
             ax.axvspan(start, ax.get_xlim()[1], color=SHADE, alpha=0.75, lw=0, zorder=3)
-            look = {"va": "top", "fontsize": 6.5, "transform": ax.get_xaxis_transform()}
-            ax.text(start + 0.08, 0.98, shade[1], zorder=4, **look)
+            look = {"fontsize": 6.5, "transform": ax.get_xaxis_transform()}
+            ax.text(start + 0.08, 0.02, shade[1], zorder=4, **look)
 
     def words(self, frame: pd.DataFrame) -> str:
         """`what`, or else the y axes."""
@@ -154,7 +156,7 @@ class Points(OfRuns):
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
-        means = "; lines: their means, dotted across a value without runs" * self.means
+        means = "; lines: their means, with gaps at values without runs" * self.means
         return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
 
     def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
@@ -168,7 +170,8 @@ class Points(OfRuns):
 class Rows(OfRuns):
     """A row for each hue: a point for each run, and a bar at their mean with its interval.
 
-    A vertical line is at the mean of the row in bf16, if a block or the panel has one.
+    A vertical line is at the reference, or else at the mean of the row in bf16, if a block or the
+    panel has one.
 
     Attributes:
         values: each of these axes has a panel if a run has its value; else there is a cross.
@@ -221,7 +224,8 @@ class Rows(OfRuns):
                     spread=spread[part.index], hollow=hollow,
                     ends=(sample.low, sample.high) if sample else None, note=axis.note(part),
                 )  # fmt: skip
-        self._mark_bf16(parts, ax, axis.column)
+        if axis.reference is None:
+            self._mark_bf16(parts, ax, axis.column)
         panels.value_axis(ax, is_log, "x")
         marks.name_rows(ax, [name for name, _ in rows], [part.empty for _, part in rows])
         if axis.reference is not None:

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import comparison, measures, naming, panels, paper, run_files, style
-from analysis.figures.scores import weight_gradient
+from analysis.figures.scores import largest_features, weight_gradient
 from analysis.grammar import ANYTHING, Axis, Panels, by, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Rows
@@ -52,13 +52,9 @@ def ends_of_features(frame: pd.DataFrame) -> str:
 SIZE_STUDIES = ("accuracy_vs_size", "weight_gradient", "one_product", "formats", "rounding")
 BF16, ROUNDING = "bf16", "bf16, other rounding"
 EARLY = 0.1  # of the steps: the early record
-GRADIENTS = {  # in print: formats of the weight gradient
-    "in int8": ("int8",),
-    "in 4 bits, e2m1": ("e2m1",),
-    "in fp8": ("e4m3", "e5m2"),
-    "in 16 bits": ("",),
-    ROUNDING: (ROUNDING,),
-}
+GRADIENTS = {"int8": "int8 weight gradient", "e2m1": "e2m1 weight gradient",
+             "e4m3": "fp8 weight gradient", "e5m2": "fp8 weight gradient",
+             "": "16-bit weight gradient"}  # by format, in print  # fmt: skip
 
 
 def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
@@ -95,8 +91,9 @@ def sizes(runs: Runs) -> pd.DataFrame:
         raise NoRunsError(f"{runs.root}: {text}{SIZE_STUDIES[0]}")
     heads = measures.named_heads(runs)
     recipes = measures.with_recipe(heads)["recipe"]
-    for column, name in (("recipe", naming.precision), ("gradient", weight_gradient)):
-        heads[column] = recipes.map(name).where(heads["experiment"] != "rounding", ROUNDING)
+    gradients = recipes.map(weight_gradient).map(GRADIENTS)
+    for column, names in (("recipe", recipes.map(naming.precision)), ("gradient", gradients)):
+        heads[column] = names.where(heads["experiment"] != "rounding", ROUNDING)
     columns = (*measures.OF_A_RUN, "recipe", "gradient", "at", "step", "feature_mean", "ratio")
     frame = measures.by_run(runs, heads, columns, _sizes)
     of_runs = frame.set_index(["run", "at", "step"])["feature_mean"]
@@ -111,27 +108,15 @@ def _sizes(run: Runs, head: dict) -> pd.DataFrame:
     return pd.concat(records).rename(columns={"size": "feature_mean"})
 
 
-def by_gradient(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Blocks of recipes with the same format of the weight gradient, without bf16."""
-    frame = frame[frame["recipe"] != naming.precision(BF16)]
-    parts = {name: frame[frame["gradient"].isin(formats)] for name, formats in GRADIENTS.items()}
-    return [
-        (f"{name} ({part['run'].nunique()} runs)", part)
-        for name, part in parts.items()
-        if len(part)
-    ]
+def ends(frame: pd.DataFrame) -> pd.DataFrame:
+    """The last records of other runs than the first study's in bf16."""
+    return frame[(frame["at"] == "last") & (frame["recipe"] != naming.precision(BF16))]
 
 
-def largest_features(frame: pd.DataFrame) -> str:
-    """The title of `feature_size`: the features of an int8 weight gradient, if largest."""
-    last = frame[(frame["at"] == "last") & (frame["recipe"] != naming.precision(BF16))]
-    means = last.groupby("gradient")["ratio"].mean()
-    if means.empty or means.idxmax() != "int8":
-        return ""
-    return (
-        f"With the weight gradient in int8, features end {means['int8']:.1f} times as large as in "
-        f"bf16, otherwise at most {means.drop('int8').max():.1f} times"
-    )
+def by_gradient(frame: pd.DataFrame) -> str:
+    """The title of `feature_size`."""
+    means = ends(frame).groupby(["gradient", "model"])["ratio"].mean()
+    return largest_features(means, means.index.get_level_values(0) == GRADIENTS["int8"])
 
 
 TENSOR = paper.BLOCK + ".mlp.c_proj.weight"
@@ -259,11 +244,11 @@ def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db", fp8: str 
 def most_zeros(frame: pd.DataFrame) -> str:
     """The title of `layer_noise`: the share of elements of g that int8 and fp8 turn into 0."""
     last = frame[frame["step"] == frame["step"].max()]
-    zeros = last.groupby("recipe")["underflowed"].median()
-    if not set(COMPARED) <= set(zeros.index):
+    zeros = last.groupby(["recipe", "tower"])["underflowed"].median()
+    if not set(COMPARED) <= set(zeros.index.unique(0)):
         return ""
-    int8, fp8 = (f"{zeros[recipe]:.0%}" for recipe in COMPARED)
-    return f"int8 turns {int8} of the output gradient into 0 at the end, fp8 {fp8}"
+    int8, fp8 = (naming.span(zeros[recipe], "{:.0%}") for recipe in COMPARED)
+    return f"At the end, LLM.int8() turns {int8} of the output gradient into 0, fp8 {fp8}"
 
 
 def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
@@ -292,22 +277,20 @@ FIGURES = {
         values=(
             Axis(
                 column="ratio",
-                label="mean absolute value of the last vision block's output,\nrelative to bf16",
+                label="mean absolute value of the last vision block's\noutput, relative to bf16",
                 log=True,
                 reference=1,
+                where=ends,
             ),
         ),
-        hue="at",
-        order=("early", "last"),
-        blocks=by_gradient,
+        hue="gradient",
+        order=(*GRADIENTS.values(), ROUNDING),
+        blocks=by_model,
         look=lambda head: (style.OTHER if head["gradient"] == ROUNDING else style.RMS, "-"),
-        title=largest_features,
-        name=lambda head: f"step {head['step']:,}",
-        size=1.7,
-        what="E[abs(x)] of the output of the last block of the vision tower",
-        text="Divided by that of the bf16 run with the same seed, at the last record "
-        f"and at the last of the first {EARLY:.0%} of the steps, by the format of the weight "
-        "gradient.",
+        title=by_gradient,
+        size=1.4,
+        text="At the last record, divided by that of the bf16 run with the same seed, by the "
+        "format of the weight gradient.",
     ),
     "gradient_magnitude": Panels(
         studies=("gradient_magnitude",),

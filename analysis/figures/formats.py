@@ -5,7 +5,6 @@ Not in the paper, which precedes most of the formats.
 
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,6 @@ from analysis import comparison, measures
 from analysis.figures.scores import (
     MEASURES,
     SCORES,
-    cost_of_gradient,
     named_by_exception,
     scores,
 )
@@ -65,14 +63,9 @@ def _bits(operand: Operand) -> float:
     return (1 + int(parts[1]) + int(parts[2]) if parts else 8) + scale
 
 
-CLASSES = {16: "16 bits", 9: "some products or steps in 16 bits", 6: "8 bits", 0: "4 bits"}  # least
-
-
-def by_class(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Blocks of formats with about as many bits, those with the most bits first."""
-    frame = frame.sort_values("bits", ascending=False, kind="stable")
-    names = frame["bits"].map(lambda bits: next(CLASSES[k] for k in CLASSES if bits >= k))
-    return [*frame.groupby(names, sort=False)]
+def most_first(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The formats with the most bits first."""
+    return [("", frame.sort_values("bits", ascending=False, kind="stable"))]
 
 
 def name_with_bits(head: pd.Series) -> str:
@@ -86,10 +79,9 @@ FIGURES = {
         same_but=("precision.label",),
         table=by_bits,
         values=SCORES,
-        blocks=by_class,
+        blocks=most_first,
         name=name_with_bits,
-        title=partial(cost_of_gradient, "recall"),
-        what="mean R@1 and validation loss",
+        title=lambda _: "Mean R@1 and validation loss by bits per operand",
         text="Bits: the mean over the operands of a layer's three products, "
         "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
         "its format as the mean over its steps.",

@@ -60,14 +60,24 @@ def plot_leads(frame: pd.DataFrame, ax: Axes) -> None:
         part = counts[kinds == kind]
         ax.bar(part.index, part["num_spikes"], 0.8, color=style.paler(color, 1))
         ax.bar(part.index, part["num_large"], 0.8, color=color, label=name)
-    pale = f"pale: at most {spike_marks.LARGE:g} nat high"
-    ax.bar([0], [0], color=style.paler(style.OTHER, 1), label=pale)
+    ax.text(0.98, 0.97, f"pale: at most {spike_marks.LARGE:g} nat high", fontsize=7, ha="right",
+            va="top", transform=ax.transAxes)  # fmt: skip
     ax.plot(counts.index, counts["by_chance"], color="black", ls=":", lw=1, label="by chance")
-    name, total = frame["counted_from"].iloc[0], frame["num_spikes"].sum()
-    num, most = counts.loc[counts.index > 0, "num_spikes"].sum(), int(counts.index.max())
-    ax.set_title(f"{num:.0f} of {total:.0f} loss spikes follow by 1 to {most} steps")
+    name = frame["counted_from"].iloc[0]
     ax.set(xlabel=f"steps from RMS spike to {name} of the loss spike", ylabel="loss spikes")
     ax.set_xticks(range(int(counts.index.min()), int(counts.index.max()) + 1, 2))
+
+
+def shares_following(frame: pd.DataFrame) -> str:
+    """The title of `lead_histogram`."""
+    follows = frame["num_spikes"].where(frame["lead"] > 0, 0).groupby(frame["counted_from"]).sum()
+    shares = follows / frame.groupby("counted_from")["num_spikes"].sum()
+    if shares.isna().any():
+        return ""
+    return (
+        f"{shares['detection']:.0%} of loss spikes are detected, and {shares['onset']:.0%} begin, "
+        f"1 to {frame['lead'].max():.0f} steps after an RMS spike"
+    )
 
 
 NUM_TENSORS = 10  # drawn
@@ -149,8 +159,9 @@ def most_followed(frame: pd.DataFrame) -> str:
     if not table["num_following"].any():
         return ""
     first = table.loc[table["num_following"].idxmax()]
+    name = naming.tensor(first.name)
     counts = f"{first['num_following']:.0f} of {first['num_loss_spikes']:.0f} loss spikes"
-    return f"{counts} follow an RMS spike of one tensor, the most: {naming.tensor(first.name)}"
+    return f"{name[0].upper()}{name[1:]} first: {counts} follow one of its RMS spikes"
 
 
 FIGURES = {
@@ -161,6 +172,7 @@ FIGURES = {
         table=leads,
         plots=(plot_leads,),
         facet=by("counted_from", lambda _: ""),  # the axes name it
+        title=shares_following,
         what="loss spikes, by the steps from an RMS spike of the patch embedding,",
         text="The RMS spike is the latest at or before the loss spike, or else the next. Dark: "
         f"spikes over {spike_marks.LARGE:g} nat. Dotted: by chance, if RMS spikes were shifted "

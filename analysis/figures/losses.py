@@ -125,15 +125,6 @@ def more_spikes(setting: str, words: str, frame: pd.DataFrame) -> str:
     return f"{'More l' if is_more else 'L'}oss spikes over 1 nat {words}: {naming.join(large)}"
 
 
-def fewest_spikes(frame: pd.DataFrame) -> str:
-    """The title of `beta2_schedule`."""
-    counts = frame.groupby("label", sort=False)["height"].count()
-    fewest = counts[counts == counts.min()]
-    if len(counts) == 1 or len(fewest) > 1:
-        return ""
-    return f"Fewest loss spikes with {fewest.index[0].split(',')[0]}"
-
-
 BETA2 = Hue(
     keys=("optimizer.beta2",),
     name=lambda head: f"beta2 = {head['beta2']:g}",
@@ -180,7 +171,7 @@ FIGURES = {
         hue=SCHEDULE,
         facet="label",
         spikes=True,
-        title=fewest_spikes,
+        title=lambda _: "Loss and its spikes by beta2, constant or scheduled",
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
         "t.",
     ),

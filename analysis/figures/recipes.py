@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis import comparison, measures, naming
 from analysis.evidence import Sample
-from analysis.figures.scores import rates, scores, weight_gradient
+from analysis.figures.scores import largest_features, rates, scores, weight_gradient
 from analysis.grammar import Axis, by_model
 from analysis.load import Runs
 from analysis.points import Points, Rows
@@ -153,6 +153,12 @@ def all_sizes(runs: Runs) -> pd.DataFrame:
     return heads.drop(columns=["recall", "size"])
 
 
+def while_some_train(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows at learning rates below those of `degraded`."""
+    found = degraded(frame)
+    return frame[frame["lr"] < found[0]] if found else frame
+
+
 def in_bf16(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of bf16."""
     return frame[frame["recipe"] == "bf16"]
@@ -183,17 +189,11 @@ def against_bf16(frame: pd.DataFrame) -> str:
         equal = [name for name, s in samples.items() if -MARGIN < s.low and s.high < MARGIN]
         higher = [name for name, s in samples.items() if s.low > 0 and name not in equal]
         names = [naming.join(map(naming.precision, part)) for part in (equal, higher)]
-        texts = (f"{names[0]} end within {MARGIN:g}% of bf16's loss", f"{names[1]} above it")
-        return ", ".join(text for text, part in zip(texts, names, strict=True) if part)
+        text = f"The mean loss of {names[0]} is within {MARGIN:g}% of bf16's"
+        return (text + f"; that of {names[1]} is higher" * bool(higher)) * bool(equal)
     ratios = rows["feature_ratio"].mean()
     is_int8 = ratios.index.get_level_values("recipe").map(weight_gradient) == "int8"
-    own, others = ratios[is_int8], ratios[~is_int8]
-    if own.empty or others.empty or own.min() <= max(1, others.max()):
-        return ""
-    return (
-        f"An int8 weight gradient makes features {naming.span(own)} times as large as bf16's, "
-        f"other recipes {naming.span(others)}"
-    )
+    return largest_features(ratios, is_int8)
 
 
 def rate_and_format(frame: pd.DataFrame) -> str:
@@ -241,7 +241,7 @@ FIGURES = {
         y=(
             Axis(column="validation_loss", label="validation loss of bf16 (nats)", log=True,
                  where=in_bf16),
-            LOSS_CHANGE,
+            replace(LOSS_CHANGE, where=while_some_train),
         ),
         hue="recipe",
         order=tuple(naming.PRECISIONS),
@@ -249,7 +249,7 @@ FIGURES = {
         facet=by_model,
         shade=degraded,
         title=best_rate,
-        text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean); gray: "
-        f"{MARGIN:g}%, the margin of equality.",
+        text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean), at "
+        f"the rates that are not shaded left; gray: {MARGIN:g}%, the margin of equality.",
     ),
 }  # fmt: skip

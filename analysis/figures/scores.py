@@ -138,21 +138,15 @@ def scatter(frame: pd.DataFrame) -> str:
     return text.format(*sigmas) if np.isfinite(sigmas).all() else ""
 
 
-def cost_of_gradient(column: str, frame: pd.DataFrame) -> str:
-    """The title of accuracies by recipe: what an int8 weight gradient costs, if it costs most."""
-    metric = frame["metric"].iloc[0] if "metric" in frame else RECALL
-    means = frame.groupby(["model", "precision"])[column].mean().unstack()
-    costs = means.rsub(means.get("bf16"), axis=0).drop(columns="bf16", errors="ignore").stack()
-    recipes = costs.index.get_level_values("precision")
-    is_int8 = recipes.map(weight_gradient) == "int8"
-    own, others = costs[is_int8], costs[~is_int8]
-    if own.empty or others.empty or own.min() <= max(0, others.max()):
+def lowest_recipe(frame: pd.DataFrame) -> str:
+    """The title of `accuracy_vs_size`: the recipe that ends lowest in all models, against bf16."""
+    means = frame.groupby(["model", "precision"])["accuracy"].mean().unstack()
+    base = means.get("bf16", pd.Series([np.nan]))
+    lowest = [] if base.isna().any() else means.idxmin(axis=1).unique()
+    if len(lowest) != 1 or lowest[0] == "bf16":
         return ""
-    names = naming.join(map(naming.precision, dict.fromkeys(recipes[is_int8])))
-    return (
-        f"An int8 weight gradient ({names}) costs {naming.span(own)} points of {metric}, "
-        f"other recipes at most {max(0, others.max()):.1f}"
-    )
+    name, below = naming.precision(lowest[0]), naming.span(base - means[lowest[0]])
+    return f"{name} ends lowest: {frame['metric'].iloc[0]} is {below} points below bf16's"
 
 
 def costliest_product(frame: pd.DataFrame) -> str:
@@ -175,21 +169,23 @@ def at_highest_rate(frame: pd.DataFrame) -> str:
     return f"At learning rate {naming.number(best.name)}, {RECALL} is {text}"
 
 
-def by_logit(frame: pd.DataFrame) -> str:
-    """The title of `attention_logits`."""
-    rho = frame["logit_max"].corr(frame["recall"], method="spearman")
-    if not abs(rho) > 0.3:
-        return ""
-    side = "lower" if rho < 0 else "higher"
-    return f"Accuracy is {side} where attention logits are larger"
-
-
 def weight_gradient(recipe: str) -> str:
     """The format of the output gradient in the weight gradient of a recipe; "" in 16 bits."""
     if " " in recipe:
         return recipe.removeprefix("grad_weight ") if recipe.startswith("grad_weight") else ""
     product = RECIPES[recipe].grad_weight if recipe in RECIPES else None
     return product.first.format if product else ""
+
+
+def largest_features(means: pd.Series, is_int8: np.ndarray) -> str:
+    """A title about mean features relative to bf16: those of int8 weight gradients, if largest."""
+    own, others = means[is_int8], means[~is_int8]
+    if own.empty or others.empty or own.min() <= max(1, others.max()):
+        return ""
+    return (
+        f"With an int8 weight gradient, features are on average {naming.span(own)} times as large "
+        f"as in bf16, otherwise at most {others.max():.1f} times"
+    )
 
 
 def by_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -264,7 +260,7 @@ FIGURES = {
         blocks=by_model,
         name=named_by_exception,
         size=1.4,
-        title=partial(cost_of_gradient, "accuracy"),
+        title=lowest_recipe,
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -337,7 +333,7 @@ FIGURES = {
             rf", ({'|'.join(USUAL)})\b| layer-scale|learning (?=rate)", "", head["setting"]
         ),
         look=look_of_change,
-        title=by_logit,
+        what=f"{RECALL} by the largest attention logit,",
         text=f"Where a name does not say: {', '.join(USUAL)}.",
         means=False,
     ),

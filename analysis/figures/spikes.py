@@ -158,8 +158,8 @@ def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
 def compare_scalers(frame: pd.DataFrame) -> str:
     """The title of `loss_scaler`: how high the loss rises with each scaler."""
     peaks = frame.groupby(["scaler", "run"])["loss"].max().groupby(level=0).mean().sort_values()
-    parts = [f"{value:.1f} nats with a {name} loss scale" for name, value in peaks.items()]
-    return f"The loss peaks at {', at '.join(parts)}"
+    parts = [f"{value:.1f} nats with a {name} scale" for name, value in peaks.items()]
+    return f"On average, the loss peaks at {', at '.join(parts)}"
 
 
 FIGURES = {

@@ -97,8 +97,8 @@ def test_a_band_covers_the_runs_that_differ_in_it_alone(runs, band, num):
 def test_last_values_are_points_with_mean_and_range(runs):
     row, frame = plot.make_figure(runs, y="recall/top1", x="optimizer.lr")
     [ax] = drawn(row, frame)
-    dotted, dots, mean, *points = ax.lines
-    for line in (dotted, dots, mean):
+    dots, mean, *points = ax.lines
+    for line in (dots, mean):
         np.testing.assert_allclose(line.get_ydata(), [0.2, 0.5])
     heights = sorted(np.concatenate([p.get_ydata() for p in points]))
     assert heights == pytest.approx(sorted(frame["recall/top1"])) and legend(ax) == ["bf16"]

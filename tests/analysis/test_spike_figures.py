@@ -62,7 +62,9 @@ def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
     detected = frame[frame["counted_from"] == "detection"].set_index("lead")
     chance = 6 * 5 / (STEPS - 200)  # loss spikes x RMS spikes / steps
     assert detected["by_chance"].dropna().tolist() == pytest.approx([chance] * 17)
-    left, right = drawn(lead_histogram, frame)
+    left, _ = drawn(lead_histogram, frame)
+    share = "33% of loss spikes are detected, and 33% begin, 1 to 8 steps after an RMS spike"
+    assert lead_histogram.title(frame) == share
     heights = [bar.get_height() for bar in left.patches]
     assert sum(heights) == 2 * 4  # all and, over them, those over 1 nat; two have no lead
 
