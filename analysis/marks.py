@@ -96,7 +96,7 @@ def draw_row(
     ends: tuple[float, float] | None = None,
     note: str = "",
 ) -> None:
-    """A pale point for each value in a row, a cross for NaN, and above them a bar at their middle.
+    """A pale point for each value in a row, a cross for NaN, and a bar at the middle of several.
 
     Points are open where `hollow` is true; what these are stands beside the largest value. A line
     joins the ends of an interval; a note stands beside the panel.
@@ -111,9 +111,11 @@ def draw_row(
                     fontsize=6.5, color=style.OTHER, va="center")  # fmt: skip
     for _ in range(values.isna().sum()):
         ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
-    ax.plot(middle, row - OVER, "|", ms=6.5, mew=2, color=color)
+    over = OVER if len(values) > 1 else -UNDER  # a single value needs no bar
+    if len(values) > 1:
+        ax.plot(middle, row - over, "|", ms=6.5, mew=2, color=color)
     if ends:
-        ax.plot(ends, [row - OVER] * 2, color=color, lw=1.8)
+        ax.plot(ends, [row - over] * 2, color=color, lw=1.8, zorder=1)
     if note:
         note_row(ax, row, note)
 

@@ -35,6 +35,12 @@ def test_points_of_a_row_stay_in_it_below_their_bar(ax, most):
     assert list(cross.get_ydata()) == [3]
 
 
+def test_a_single_point_of_a_row_lies_on_its_interval_without_a_bar(ax):
+    marks.draw_row(ax, 3, pd.Series([1.0]), 1.0, "black", spread=pd.Series([0]), ends=(0, 2))
+    pale, _, interval = ax.get_lines()
+    assert [*interval.get_ydata()] == [*pale.get_ydata()] * 2
+
+
 def test_a_line_across_rows_leaves_room_for_its_name_in_the_first(ax):
     marks.name_rows(ax, ["", "a", "b", "c"])
     marks.draw_reference(ax, 1, 0.5, "x")
