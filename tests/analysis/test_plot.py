@@ -134,7 +134,8 @@ def test_runs_without_a_value_of_a_key_stand_first(make_run, tmp_path):
     [ax] = drawn(*plot.make_figure(runs, y="recall/top1", x=key))
     names = [text.get_text() for text in ax.get_yticklabels()]
     assert names[::2] == [f"beta2 decay {value}" for value in ("null", "0.45", "0.65")]
-    values = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "|"]
+    points = [line.get_xdata() for line in ax.lines if line.get_marker() == "o"]
+    values = [x for row in points for x in row]
     assert values == pytest.approx([0.2, 0.45, 0.65])
     [ax] = drawn(*plot.make_figure(runs, y="loss", hue=key))
     assert len(ax.lines) == 3
