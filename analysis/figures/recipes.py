@@ -197,7 +197,7 @@ def against_bf16(frame: pd.DataFrame) -> str:
 
 
 def rate_and_format(frame: pd.DataFrame) -> str:
-    """The title of `headline`: what raises the loss of the largest model, if rates do so more."""
+    """The title of `headline`: the largest model's loss by rate and, at the best, by recipe."""
     title, part = by_model(frame)[-1]
     losses = in_bf16(part).groupby("lr")["validation_loss"].mean()
     own = part[part["counts"]]
@@ -206,10 +206,10 @@ def rate_and_format(frame: pd.DataFrame) -> str:
     if not losses[worst] / losses[best] > 1 + costs.max() / 100 > 1:
         return ""
     return (
-        f"The learning rate matters more than the format: in bf16, {title}'s loss is "
-        f"{losses[worst] / losses[best]:.0f} times as high at {naming.number(worst)} as at "
-        f"{naming.number(best)}, where {naming.precision(costs.idxmax())}, the costliest, ends "
-        f"{costs.max():.1f}% above bf16"
+        f"In bf16, {title}'s loss is {losses[worst] / losses[best]:.0f} times as high at "
+        f"{naming.number(worst)} as at {naming.number(best)}, where "
+        f"{naming.precision(costs.idxmax())}, the costliest recipe, ends {costs.max():.1f}% above "
+        "bf16"
     )
 
 

@@ -133,9 +133,9 @@ def test_the_headline_joins_both_scales_and_counts_the_best_rate_of_the_most_rec
     assert set(of_h.loc["llm_int8", "feature_ratio"]) == {3} and own["step"].max() == 2
     assert own.loc["mini_l", "feature_ratio"].isna().all()
     figure = FIGURES["headline"]
-    assert figure.title(frame).endswith(
-        "ViT-H/14's loss is 4 times as high at 1e-3 as at 5e-4, where LLM.int8(), the costliest, "
-        "ends 10.0% above bf16"
+    assert figure.title(frame) == (
+        "In bf16, ViT-H/14's loss is 4 times as high at 1e-3 as at 5e-4, where LLM.int8(), the "
+        "costliest recipe, ends 10.0% above bf16"
     )
     mini, of_h, cost, features = drawn(figure, frame)
     assert mini.get_title() == "mini_l\n32 px, its own data" and "own" not in of_h.get_title()
