@@ -56,7 +56,6 @@ class Figure:
             drawn; with `same_but`, runs of the others join those of the first one.
         same_but: config keys, besides the seed, in which runs of the other studies may differ from
             one of the first; `*` for all of them.
-        scales: at which runs of `studies` are drawn besides those at the scale of the first one.
         where: selects from rows of `Runs.runs` those that the figure is about.
         lines: the slug of a benchmark, whose lines are drawn in place of runs.
         what: what the figure shows, the first words of the caption.
@@ -66,7 +65,6 @@ class Figure:
 
     studies: tuple[str, ...] = ()
     same_but: tuple[str, ...] = ()
-    scales: tuple[str, ...] = ()
     where: Select = every
     lines: str = ""
     what: str = ""

@@ -172,8 +172,7 @@ def _of_runs(
         )
     if experiment is None and figure.same_but:
         studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
-        is_at = at.isin([*scales, *figure.scales]) | at.isna()
-        runs = everything.where(studies.isin(figure.studies) & is_at)
+        runs = everything.where(studies.isin(figure.studies) & (at.isin(scales) | at.isna()))
     frame = figure.query(runs)
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
@@ -199,11 +198,10 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
-    num_data = data.groupby(drawn["scale"]).nunique().max()  # scales may differ
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
-        f"{num_data} different data sets": num_data > 1,
+        f"{data.nunique()} different data sets": data.nunique() > 1,
     }
     return "; ".join(text for text, holds in texts.items() if holds)
 

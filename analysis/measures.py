@@ -159,19 +159,6 @@ def outcomes(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
     return table.assign(log_loss=np.log(table["validation_loss"]).mask(diverged, math.inf))
 
 
-def num_parameters(head: dict) -> int:
-    """Parameters of open_clip's CLIP with two transformers, by a row of `measures.named_heads`."""
-    of = {key.removeprefix("model."): value for key, value in head.items()}
-    vision, text = (
-        of[f"{tower}_width"] * of[f"{tower}_layers"] * (12 * of[f"{tower}_width"] + 13)
-        for tower in ("vision", "text")
-    )
-    tokens = 1 + (of["image_size"] // of["patch_size"]) ** 2
-    vision += of["vision_width"] * (3 * of["patch_size"] ** 2 + tokens + 5 + of["embed_dim"])
-    text += of["text_width"] * (of["vocab_size"] + of["context_length"] + 2 + of["embed_dim"])
-    return int(vision + text + 1)
-
-
 def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
     """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
     narrow = comparison.narrow_products(heads)

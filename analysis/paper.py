@@ -46,7 +46,6 @@ ACCURACY_BY_SIZE = {  # zero-shot ImageNet top-1 in %, +-0.2: figure 1; None: di
     "llm_int8": {"vit_b32": 38.2, "vit_l14": 48.1, "vit_h14": 51.5},
     "fp8_tensorwise": {"vit_b32": 38.2, "vit_l14": None, "vit_h14": None},
 }
-PARAMETERS = {"vit_b32": 151_277_313, "vit_l14": 427_616_513, "vit_h14": 986_109_441}
 
 
 def rows(table: dict, series: str) -> pd.DataFrame:

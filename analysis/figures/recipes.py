@@ -1,16 +1,15 @@
 """Figures of recipes relative to bf16: validation loss and features, by model and learning rate."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
 
 from analysis import comparison, measures, naming
-from analysis.evidence import Sample
+from analysis.evidence import TWO_ONE_SIDED, Sample
 from analysis.figures.scores import largest_features, rates, scores, weight_gradient
 from analysis.grammar import Axis, by_model
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
 from analysis.size_judges import MARGIN, TRAINS, percent
 from lowprec.runs.read import ENDED
@@ -118,39 +117,31 @@ def at_best_rate(frame: pd.DataFrame) -> pd.Series:
     return is_best & (num == num.groupby(of_recipe).transform("max"))
 
 
-SHOWN_AS = {"fp8_tensorwise": "hw_fp8_tensorwise"}  # simulated
 MAIN = ("bf16", "switchback", "hw_fp8_tensorwise", "llm_int8")
 
 
 def in_main_recipes(heads: pd.DataFrame) -> pd.DataFrame:
     """The ended runs in MAIN under bf16 without an intervention; a repeated run counts once."""
-    is_main = heads["precision.label"].replace(SHOWN_AS).isin(MAIN)
-    is_main &= (heads["precision.autocast"] == "bf16") & (heads["intervention.name"] == "none")
+    is_main = heads["precision.label"].isin(MAIN) & (heads["precision.autocast"] == "bf16")
+    is_main &= heads["intervention.name"] == "none"
     return comparison.distinct(heads[is_main & heads["state"].isin(ENDED)])
 
 
-def all_sizes(runs: Runs) -> pd.DataFrame:
-    """The validation loss of each run in MAIN, and what changes relative to bf16 of the same seed.
+def loss_and_recall(runs: Runs) -> pd.DataFrame:
+    """The validation loss of each run, and what changes relative to bf16 of the same seed.
 
-    `counts` is `at_best_rate`; ViTs have early features at that rate.
+    `counts` is `at_best_rate`. Raises NoRunsError if all runs that count are in bf16.
     """
     heads = measures.with_scores(runs, measures.named_heads(runs))
-    facts = {"parameters": [measures.num_parameters(head) for head in heads.to_dict("records")]}
-    facts |= {"pixels": heads["model.image_size"], "recipe": heads["precision"].replace(SHOWN_AS)}
     columns = [*measures.OF_A_RUN, "experiment", "recall", "validation_loss"]
-    heads = heads[columns].assign(**facts)
-    heads = heads.sort_values("recipe", key=lambda names: names.map(MAIN.index), kind="stable")
-    heads["counts"] = at_best_rate(heads)
-    best = heads["model"].map(heads[heads["counts"]].groupby("model")["lr"].first())
-    of_vit = heads[(heads["lr"] == best) & heads["model"].str.startswith("vit_")]
-    early = partial(measures.last_size, share=EARLY)
-    sizes = measures.by_run(runs, of_vit, ("run", "step", "size"), early)
-    heads = heads.merge(sizes, "left", on="run")
-    settings = _settings(runs, heads)
-    heads["recall_change"] = heads["recall"] - _of_bf16(heads["recall"], heads, settings)
-    heads["loss_change"] = loss_change(heads, settings)
-    heads["feature_ratio"] = heads["size"] / _of_bf16(heads["size"], heads, settings)
-    return heads.drop(columns=["recall", "size"])
+    frame = heads[columns].assign(recipe=heads["precision"])
+    settings = _settings(runs, frame)
+    frame["counts"] = at_best_rate(frame)
+    if beside_bf16(frame[frame["counts"]]).empty:
+        raise NoRunsError("no run of a recipe besides bf16 has ended yet")
+    frame["loss_change"] = loss_change(frame, settings)
+    frame["recall_change"] = frame["recall"] - _of_bf16(frame["recall"], frame, settings)
+    return frame.drop(columns="recall")
 
 
 def while_some_train(frame: pd.DataFrame) -> pd.DataFrame:
@@ -172,6 +163,11 @@ def beside_bf16(frame: pd.DataFrame) -> pd.DataFrame:
 def mean_change(changes: pd.Series) -> Sample | None:
     """The mean of three or more changes in %, and its 90% interval, both of their logarithms."""
     return percent(np.log1p(changes / 100)) if len(changes) > 2 else None
+
+
+def mean_of_several(changes: pd.Series) -> Sample | None:
+    """The mean of three or more changes, and its 90% interval."""
+    return Sample.of(changes, TWO_ONE_SIDED) if len(changes) > 2 else None
 
 
 def change_in_words(part: pd.DataFrame) -> str:
