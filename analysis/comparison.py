@@ -16,7 +16,10 @@ from lowprec.nearest import nearest
 from lowprec.nn.recipe import PRODUCTS as PRODUCT_NAMES
 from lowprec.runs.identity import identity
 
-LEFT_OUT = ("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics")
+LEFT_OUT = {  # of the settings in which compared runs must agree
+    *("name", "experiment", "scale", "seed", "eval_every", "evaluation", "diagnostics"),
+    "optimizer.paged",
+}
 MEASURED = ("data.digest", "init.digest", "gpu")  # what the run read and ran on, as it recorded
 ADDED = (  # in no digest unless set; a dot ends the name of a group
     "optimizer.zclip",
@@ -26,7 +29,7 @@ ADDED = (  # in no digest unless set; a dot ends the name of a group
     "precision_change.",
 )
 KEY = (
-    *(key for key in flatten(identity(Config())) if key.partition(".")[0] not in LEFT_OUT),
+    *(k for k in flatten(identity(Config())) if not {k, k.partition(".")[0]} & LEFT_OUT),
     *(key for key in OF_RECORDS if key.startswith(ADDED)),
     *("deterministic", *MEASURED),
 )

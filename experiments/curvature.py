@@ -132,7 +132,7 @@ def curvature(
     moments, beta2 = built.state.optimizer.tensors()["exp_avg_sq"], debiased(rule.beta2, step)
     along, squares = 0.0, 0.0
     for name, g in gradient.items():
-        u = beta2 * moments[name] + (1 - beta2) * g.square()
+        u = beta2 * moments[name].to(g.device) + (1 - beta2) * g.square()
         along += (g * product[name] / (u.sqrt() + rule.eps)).sum(dtype=torch.float64)
         squares += g.square().sum(dtype=torch.float64)
     lr = learning_rate(

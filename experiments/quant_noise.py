@@ -48,7 +48,7 @@ def capture(
     """
     trained = read_config(run)
     trained.device, trained.num_workers = device, 0
-    trained.compile = trained.checkpointing = False
+    trained.compile = trained.checkpointing = trained.optimizer.paged = False
     trained.evaluation.name = trained.logger.name = "none"
     trained.data.cache = None
     trained.model.init_from = trained.model.init_from if checkpoint == 0 else None

@@ -27,7 +27,6 @@ IN_DIGESTS = {  # keys of old records, with the value that digests of runs conta
     "distributed.local_loss": True,
     "distributed.static_graph": True,
     "distributed.sync_bn": False,
-    "optimizer.paged": False,
     "optimizer.stable_embedding": False,
 }
 REMOVED = {  # keys of old records, with their defaults

@@ -134,6 +134,10 @@ def _conflicts(config: Config) -> Iterator[str]:
     conflicts = {
         f"{optimizer} {sharded}": is_torchs and fsdp2,
         f"optimizer.optim_bits=8 {sharded}": config.optimizer.optim_bits == 8 and fsdp2,
+        f"optimizer.paged=true {sharded}": config.optimizer.paged and fsdp2,
+        "optimizer.paged=true does not work with device=cpu: only a GPU's moments are paged": (
+            config.optimizer.paged and config.device == "cpu"
+        ),
         f"scaler=dynamic {sharded}": config.scaler.name == "dynamic" and fsdp2,
         f"diagnostics.recorder.enabled=true {sharded}": recorder and fsdp2,
         f"{optimizer} does not work with precision.autocast={autocast}: it does not compensate "
@@ -173,6 +177,7 @@ def _idle_faults(config: Config) -> Iterator[str]:
         "optimizer.beta2_decay": (is_ours, "optimizer=adamw or stable_adamw"),
         "optimizer.clip_weight_decay": (rule.name == "stable_adamw", "optimizer=stable_adamw"),
         "optimizer.optim_bits": (is_ours, "optimizer=adamw or stable_adamw"),
+        "optimizer.paged": (is_ours, "optimizer=adamw or stable_adamw"),
         "optimizer.min_8bit_size": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
         "optimizer.override_32bit": (rule.optim_bits == 8, "optimizer.optim_bits=8"),
     }

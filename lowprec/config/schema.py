@@ -151,6 +151,7 @@ class OptimizerConfig:
     optim_bits: int = key(32, "bits of a moment of adamw or stable_adamw", choices=(8, 32))
     min_8bit_size: int = key(4096, "smallest tensor, in elements, with 8-bit moments", least=1)
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
+    paged: bool = key(False, "keep moments on the host that do not fit on the GPU", identity=False)
     lr_scale: dict[str, float] | None = key(
         None, "learning rate factors, {image: 0.1}, {'visual.conv*': 0}; 0: locked", least=0
     )

@@ -25,6 +25,10 @@ CHUNK = 2048  # elements per program
 WARPS = 8
 ROWS = 1024  # partial sums added at a time
 DEVICES = ("cuda",)
+NEEDED = (
+    "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients and a "
+    "state of the same shape and order in memory"
+)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -237,8 +241,9 @@ class AddressTables:
 def first_unfit(tensors: Tensors) -> int | None:
     """Index of the first tensor that no kernel takes, or None.
 
-    Kernels take dense tensors in the dtypes of TYPES, all on one GPU. Gradient, moments and, for 16
-    bits, a compensation must have the parameter's shape and order in memory and a state's dtypes.
+    Kernels take dense tensors in the dtypes of TYPES, all on one GPU; a state may be in page-locked
+    memory. Gradient, moments and, for 16 bits, a compensation must have the parameter's shape and
+    order in memory and a state's dtypes.
     """
     device = tensors.params[0].device
     if device.type not in DEVICES:
@@ -261,14 +266,23 @@ def _fits(
         return False
     is_contiguous = p.is_contiguous()
     for x in like_p:
-        if x.shape != shape or x.device != device:
+        if x.shape != shape:
+            return False
+        if x.device != device and (x is p or x is grad or not is_page_locked(x)):
             return False
         if not (x.is_contiguous() if is_contiguous else _has_order_of(p, x)):
             return False
     for scale in () if v_scale is None else (v_scale, u_scale):
-        if scale.shape != (-(-p.numel() // BLOCK),) or scale.device != device:
+        if scale.shape != (-(-p.numel() // BLOCK),):
+            return False
+        if scale.device != device and not is_page_locked(scale):
             return False
     return is_contiguous or _is_dense(p)
+
+
+def is_page_locked(x: Tensor) -> bool:
+    """Whether a tensor is in memory of the host that a GPU reads and writes at the same address."""
+    return x.is_cpu and x.is_pinned()
 
 
 def _has_order_of(a: Tensor, b: Tensor) -> bool:

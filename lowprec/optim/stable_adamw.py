@@ -13,25 +13,20 @@ import torch
 from torch import Tensor
 
 from lowprec.ops.launch import on_device
-from lowprec.optim.adamw_update import (
-    Hyperparameters,
-    PlainStep,
-    Tensors,
-    debiased,
-    wide_dtype,
-)
+from lowprec.optim.adamw_update import Hyperparameters, PlainStep, Tensors, debiased, wide_dtype
 from lowprec.optim.clipping import GuardedStep, SkipStep, ZClip
-from lowprec.optim.fused import AddressTables, FusedStep, first_unfit, is_capturing
+from lowprec.optim.fused import NEEDED, AddressTables, FusedStep, first_unfit, is_capturing
+from lowprec.optim.paging import check_paged, place, wait_for_states
 from lowprec.optim.schedules import matching
 from lowprec.optim.state import (
-    FOREIGN,
     OWN_OPTIONS,
     TENSORS,
     can_be_8bit,
-    check_is_adamw,
+    check_dense,
     check_names,
     check_options,
     is_positive_or_none,
+    loaded_groups,
     loaded_state,
     lr_on_device,
     options_of,
@@ -70,6 +65,9 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             Update and statistics are computed before moments are rounded. Parameters that are
             float64, not contiguous, smaller than `min_8bit_size` elements or, by name or module, in
             `override_32bit` keep their moments. ValueError if a parameter is sharded.
+        paged: keeps states that do not fit on the GPU in page-locked memory of the host (`paging`),
+            from the first step on. Updates are equal to the bit. To read `state`, synchronize the
+            GPU first. ValueError if kernels cannot run or a parameter is sharded.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor"). A torch.amp.GradScaler skips whole steps in either
             case, and calls `step()` then only if `fused=True`: otherwise, the attributes below
@@ -116,7 +114,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
     _step_supports_amp_scaling = False
     _copied = (  # with a copy or a pickle
         *("clip_norm", "skip", "fused", "frozen", "_step_supports_amp_scaling"),
-        *("optim_bits", "min_8bit_size", "override_32bit"),
+        *("optim_bits", "min_8bit_size", "override_32bit", "paged"),
     )
 
     def __init__(
@@ -135,6 +133,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         optim_bits: int = 32,
         min_8bit_size: int = 4096,
         override_32bit: Sequence[str] = (),
+        paged: bool = False,
         skip: str = "step",
         fused: bool | None = None,
         foreach: bool | None = None,
@@ -149,7 +148,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             raise ValueError(f"clip_norm={clip_norm!r} must be {allowed}")
         if optim_bits not in (8, 32):
             raise ValueError(f"optim_bits={optim_bits} must be 8 or 32")
-        self.clip_norm, self.skip, self.fused = clip_norm, skip, fused
+        self.clip_norm, self.skip, self.fused, self.paged = clip_norm, skip, fused, paged
         self._step_supports_amp_scaling = bool(fused)
         self.optim_bits, self.min_8bit_size = optim_bits, min_8bit_size
         self.override_32bit = tuple(override_32bit)
@@ -160,6 +159,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         defaults |= dict(zip(OWN_OPTIONS, own_options, strict=True))
         super().__init__(params, defaults)
         self._with_8bit_moments()  # names are checked
+        if paged:
+            check_paged(self._params(), self._describe, fused)
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch; ValueError if an option is out of range or misspelled."""
@@ -219,29 +220,24 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def _plain_or_fused(self, params: list[Tensor], rows: tuple[int, ...]) -> PlainStep | FusedStep:
         """What updates these parameters, `rows` among all."""
-        states = self._states(params, rows)
+        states = self._states(params, rows, "meta")
+        if self.paged:
+            place(params, states)
         tensors = Tensors(
             [local(p) for p in params],
             [local(p.grad) for p in params],
             *([local(state.get(kind)) for state in states] for kind in TENSORS),
         )
-        for p, grad in zip(params, tensors.grads, strict=True):
-            if p.is_complex() or grad.layout != torch.strided:
-                fault = "is complex" if p.is_complex() else "has a sparse gradient"
-                raise ValueError(f"{self._describe(p)} {fault}; tensors must be real and dense")
+        check_dense(params, tensors.grads, self._describe)
         shards = ShardReduction(params, lambda i: self._describe(params[i]))
         if self.fused is False:
             return PlainStep(tensors, shards)
         unfit = first_unfit(tensors)
         if unfit is None:
             return FusedStep(tensors, shards, self._addresses)
-        reason = (
-            "kernels need dense float32, bfloat16 or float16 tensors of one GPU, with gradients "
-            "and a state of the same shape and order in memory, unlike "
-            f"{self._describe(params[unfit])}"
-        )
-        if self.fused:
-            raise ValueError(f"fused=True: {reason}")
+        reason = f"{NEEDED}, unlike {self._describe(params[unfit])}"
+        if self.fused or self.paged:
+            raise ValueError(f"{'paged' if self.paged else 'fused'}=True: {reason}")
         if params[0].is_cuda:  # stacklevel: the caller of step, beyond two wrappers of torch
             warnings.warn(f"all tensors are updated in plain torch: {reason}", stacklevel=5)
         return PlainStep(tensors, shards)
@@ -292,14 +288,15 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             copies = self._copies[name] = (values, values.to(device))
         return copies[1]
 
-    def _states(self, params: list[Tensor], rows: tuple[int, ...]) -> list[dict]:
-        """States of these parameters, `rows` among all; a new one is zero."""
-        counts = self._counts()
+    def _states(self, params: list[Tensor], rows: tuple[int, ...], at: str = "cpu") -> list[dict]:
+        """States of these parameters, `rows` among all; a new one is zero, and `at` if paged."""
+        counts, device = self._counts(), at if self.paged else None
         if any("exp_avg" not in self.state[p] for p in params):
             are_8bit = self._with_8bit_moments()
             for i, p in zip(rows, params, strict=True):
                 if "exp_avg" not in self.state[p]:
-                    self.state[p].update(zero_state(p, p in are_8bit), updates=counts[i].zero_())
+                    state = zero_state(p, p in are_8bit, device)
+                    self.state[p].update(state, updates=counts[i].zero_())
         return [self.state[p] for p in params]
 
     def _with_8bit_moments(self) -> set[Tensor]:
@@ -316,6 +313,7 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of the state, by kind (TENSORS) and parameter's name; new ones are zero."""
+        wait_for_states(self)
         params = self._params()
         states = self._states(params, tuple(range(len(params))))
         pairs = list(zip(self.names, states, strict=True))
@@ -360,7 +358,13 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         self._addresses = AddressTables()
         self._copies: dict[str, tuple[Tensor, Tensor]] = {}
 
+    def state_dict(self) -> dict:
+        """As in torch."""
+        wait_for_states(self)
+        return super().state_dict()
+
     def __getstate__(self) -> dict:
+        wait_for_states(self)
         return super().__getstate__() | {name: getattr(self, name) for name in self._copied}
 
     def __setstate__(self, state: dict) -> None:
@@ -375,18 +379,15 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         not have stay as they are. ValueError, before anything is loaded, if the state is of another
         optimizer or its shapes differ.
         """
-        if not state_dict.keys() >= {"state", "param_groups"}:
-            raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
-        groups = [dict(group) for group in state_dict["param_groups"]]
-        for group, own_group in zip(groups, self.param_groups, strict=False):
-            check_is_adamw(group)
-            for name in OWN_OPTIONS:
-                group.setdefault(name, own_group[name])
-            check_options(group)
+        wait_for_states(self)
+        groups = loaded_groups(state_dict, self.param_groups)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
         saved, are_8bit = state_dict["state"], self._with_8bit_moments()
+        devices = dict.fromkeys(self._params(), "cpu" if self.paged else None)
+        on_gpu = (p for p, s in self.state.items() if s and s["exp_avg"].device == p.device)
+        devices |= {p: p.device for p in on_gpu}
         states = {
-            p: loaded_state(p, self._describe(p), saved[n], betas, p in are_8bit)
+            p: loaded_state(p, self._describe(p), saved[n], betas, p in are_8bit, devices[p])
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
             if saved.get(n)  # reading `state[p]` before a step leaves an empty one
         }

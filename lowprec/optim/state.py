@@ -5,6 +5,7 @@ torch stores the biased moments m; ours are debiased: v = m / (1 - beta^t).
 
 import difflib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,6 +58,16 @@ def options_of(group: dict) -> list[float]:
     return [*group["betas"], *options]
 
 
+def check_dense(
+    params: list[Tensor], grads: list[Tensor], name_of: Callable[[Tensor], str]
+) -> None:
+    """ValueError names the first parameter that is complex or has a sparse gradient."""
+    for p, grad in zip(params, grads, strict=True):
+        if p.is_complex() or grad.layout != torch.strided:
+            fault = "is complex" if p.is_complex() else "has a sparse gradient"
+            raise ValueError(f"{name_of(p)} {fault}; tensors must be real and dense")
+
+
 def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:
     """float64, 0-d; a captured graph reads a learning rate on the device at each replay."""
     if isinstance(lr, Tensor):
@@ -64,18 +75,21 @@ def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:
     return torch.full((), lr, device=device, dtype=torch.float64)
 
 
-def zero_state(p: Tensor, is_8bit: bool = False) -> dict[str, Tensor]:
+def zero_state(
+    p: Tensor, is_8bit: bool = False, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
     """Moments, and for a 16-bit parameter the compensation, in the parameter's order in memory.
 
-    8-bit moments are uint8 codes, with a float32 scale for each `BLOCK`.
+    8-bit moments are uint8 codes, with a float32 scale for each `BLOCK`. `device`: None is that of
+    the parameter.
     """
     dtypes = dict.fromkeys(MOMENTS, torch.uint8 if is_8bit else wide_dtype(p))
     if wide_dtype(p) != p.dtype:
         dtypes["compensation"] = p.dtype
-    state = {name: torch.zeros_like(p, dtype=dtype) for name, dtype in dtypes.items()}
-    blocks = -(-p.numel() // BLOCK)
-    scales = {name: p.new_zeros(blocks, dtype=torch.float32) for name in SCALES if is_8bit}
-    return state | scales
+    options, blocks = {"device": device}, -(-p.numel() // BLOCK)
+    state = {kind: torch.zeros_like(p, dtype=dtype, **options) for kind, dtype in dtypes.items()}
+    kinds = SCALES if is_8bit else ()
+    return state | {kind: p.new_zeros(blocks, dtype=torch.float32, **options) for kind in kinds}
 
 
 def can_be_8bit(p: Tensor, min_size: int) -> bool:
@@ -91,10 +105,26 @@ def check_is_adamw(group: dict) -> None:
         raise ValueError(f"{FOREIGN}; a group of this one has the options {', '.join(group)}")
 
 
+def loaded_groups(state_dict: dict, own_groups: list[dict]) -> list[dict]:
+    """Copies of saved groups, with options of ours that AdamW lacks; ValueError names a fault."""
+    if not state_dict.keys() >= {"state", "param_groups"}:
+        raise ValueError(f"{FOREIGN}; this one has {', '.join(list(state_dict)[:5])}")
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group, own_group in zip(groups, own_groups, strict=False):
+        check_is_adamw(group)
+        for name in OWN_OPTIONS:
+            group.setdefault(name, own_group[name])
+        check_options(group)
+    return groups
+
+
 def loaded_state(
-    p: Tensor, name: str, saved: dict, betas: tuple, is_8bit: bool
+    p: Tensor, name: str, saved: dict, betas: tuple, is_8bit: bool, device: torch.device | None
 ) -> dict[str, Tensor]:
-    """A state that shares no memory with the saved one; ValueError if that does not fit `p`."""
+    """A state that shares no memory with the saved one; ValueError if that does not fit `p`.
+
+    `device`: as in `zero_state`.
+    """
     count = saved.keys() & {"updates", "step"}
     if not count or not {*MOMENTS} <= saved.keys() <= {"step", "updates", *TENSORS}:
         raise ValueError(f"{FOREIGN}; {name} has {', '.join(map(str, saved)) or 'no moments'}")
@@ -105,7 +135,7 @@ def loaded_state(
     if is_8bit != ("exp_avg_scale" in saved):
         saved_bits, bits = (32, 8) if is_8bit else (8, 32)
         raise ValueError(f"{name} has {saved_bits}-bit moments in this state, not {bits}-bit ones")
-    state = zero_state(p, is_8bit)
+    state = zero_state(p, is_8bit, device)
     for kind in state.keys() & saved.keys():
         state[kind].copy_(saved[kind])
     t = torch.as_tensor(saved[count.pop()], dtype=torch.float64)

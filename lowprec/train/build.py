@@ -355,6 +355,7 @@ def build_optimizer(config: Config, model: nn.Module) -> StableAdamW | MuonAdamW
             optim_bits=rule.optim_bits,
             min_8bit_size=rule.min_8bit_size,
             override_32bit=rule.override_32bit,
+            paged=rule.paged,
             **common,
             **options,
         )

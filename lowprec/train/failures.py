@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from lowprec.config.check import RunError
-from lowprec.config.schema import Config
+from lowprec.config.schema import TORCH_OPTIMIZERS, Config
 from lowprec.data.shards import ShardError
 from lowprec.runs.attempts import STOPPED, CheckpointError
 from lowprec.runs.durable import DiskError
@@ -76,10 +76,15 @@ def advice_for(error: BaseException, config: Config) -> str | None:
         return f"{error}. {again}"
     on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        rule, is_gpus = config.optimizer, isinstance(error, torch.OutOfMemoryError)
+        can_page = is_gpus and not rule.paged and rule.name not in TORCH_OPTIMIZERS
+        can_page &= config.distributed.name != "fsdp2"
         return (
             f"out of memory with model={config.model.name}, batch_size={config.batch_size} and "
             f"precision.autocast={config.precision.autocast} ({str(error)[:200]}); "
             "checkpointing=true or a smaller batch_size saves memory (but starts another run)"
+            + "; optimizer.paged=true continues this run, with moments on the host"
+            * can_page
         )
     lost = isinstance(error, (ConnectionError, EOFError))  # the pipe to a dead worker
     if lost or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):

@@ -14,6 +14,7 @@ from lowprec.data.loader import Batch
 from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.diagnostics.buffer import StepBuffer
 from lowprec.diagnostics.spikes import Collapse, Detector, Spike, protocol_of, spike_events
+from lowprec.optim.paging import host_bytes
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import scan_metrics, scan_rows
 from lowprec.runs.record import Record, RecordError
@@ -289,6 +290,7 @@ class MetricsBuffer:
     def _timing(self, step: int, num_steps: int, now: float) -> dict:
         """Builds a row of timing.jsonl; `data_wait` is an upper bound on the GPU's idle share."""
         seconds, on_gpu = max(now - self.flushed, 1e-9), self.device.type == "cuda"
+        is_paged = self.config.optimizer.paged
         return {
             "step": step,
             "attempt": self.record.attempt,
@@ -297,6 +299,7 @@ class MetricsBuffer:
             "images_per_s": round(num_steps * self.config.batch_size / seconds, 1),
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
             "data_wait": round(self.waited / seconds, 4),
+            **({"paged_gib": host_bytes(self.state.optimizer) / 2**30} if is_paged else {}),
         }
 
     def _too_many_skips(self, step: int) -> Ended | None:

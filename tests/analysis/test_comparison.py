@@ -16,7 +16,7 @@ BASE = {
 SWITCHBACK = {"precision.recipe": "switchback", "precision.label": "switchback", "accuracy": 51.0}
 RECIPES = ("precision.label", "switchback", "bf16", "accuracy")
 FREE = {
-    *("name", "experiment", "scale", "seed", "eval_every", "evaluation.name"),
+    *("name", "experiment", "scale", "seed", "eval_every", "evaluation.name", "optimizer.paged"),
     *(f"diagnostics.{name}" for name in ("statistics", "every", "detail_every", "block_every")),
 }
 CHANGES = {
@@ -97,7 +97,7 @@ def test_records_with_a_key_that_is_gone_are_compared_with_new_ones(make_run, tm
     make_run(num_steps=20)
     old = make_run(num_steps=20, recipe="switchback") / "config.yaml"
     config = yaml.safe_load(old.read_text())
-    config["optimizer"]["paged"] = False
+    config["optimizer"]["stable_embedding"] = False
     config["distributed"]["gather_with_grad"] = True
     old.write_text(yaml.dump(config))
     heads = load_runs(tmp_path / "runs").runs

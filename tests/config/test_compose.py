@@ -72,6 +72,9 @@ BAD = {  # command: parts of its message
     "optimizer=muon distributed=fsdp2": ("optimizer=muon does not work with distributed=fsdp2",),
     "optimizer=muon optimizer.beta2_decay=0.5": ("does nothing without optimizer=adamw",),
     "optimizer.optim_bits=8 distributed=fsdp2": ("optim_bits=8 does not work with", "use ddp"),
+    "optimizer.paged=true distributed=fsdp2": ("paged=true does not work with", "use ddp"),
+    "optimizer.paged=true device=cpu": ("paged=true does not work with device=cpu",),
+    "optimizer=muon optimizer.paged=true": ("does nothing without optimizer=adamw or stable",),
     "optimizer.skip_sigmas=6": (
         "needs optimizer=adamw_skip_step or stable_adamw",
         "muon, not adamw",
@@ -108,6 +111,7 @@ GOOD = {  # command: number of runs
     "": 1,
     "optimizer=muon optimizer.skip_sigmas=6": 1,
     "optimizer=stable_adamw optimizer.optim_bits=8 optimizer.override_32bit=[visual.proj]": 1,
+    "optimizer.paged=true optimizer.optim_bits=8 distributed=ddp": 1,
     "data.val=null evaluation=none": 1,
     "precision=switchback precision_change={step:1000,autocast:fp32,recipe:high}": 1,
     "-m precision_change={step:9,recipe:custom} precision.products={output:high} seed=1,2": 2,

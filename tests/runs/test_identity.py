@@ -28,7 +28,7 @@ NOT_IDENTITY = {  # the design's list; of a path, what it holds is identity
     *(f"diagnostics.spikes.{name}" for name in ("protocol", "rms_threshold", "loss_sigmas")),
     *(f"diagnostics.spikes.{name}" for name in ("num_deviations", "within", "ignore_steps")),
     *("diagnostics.spikes.window", "diagnostics.recorder.steps", "diagnostics.recorder.keep"),
-    *("diagnostics.recorder.rms", "data.cache"),
+    *("diagnostics.recorder.rms", "data.cache", "optimizer.paged"),
 }
 
 

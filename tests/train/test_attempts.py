@@ -65,10 +65,12 @@ def test_out_of_memory_says_what_needs_less_and_loses_no_checkpoint(attempt, mon
         return call(step, batch)
 
     monkeypatch.setattr(TrainStep, "__call__", fail_at_6)
-    with pytest.raises(
-        RunError, match=r"out of memory with model=nano, batch_size=16.*checkpointing"
-    ):
+    needed = r"out of memory with model=nano, batch_size=16.*checkpointing"
+    with pytest.raises(RunError, match=needed) as raised:
         attempt()
+    assert ("optimizer.paged=true continues this run" in str(raised.value)) == (
+        allocate is raise_on_gpu
+    )
     status = read_status(attempt.run())
     assert (status["state"], status["step"], status["saved"]) == ("failed", 4, 4)
     assert "memory" in status["reason"]
