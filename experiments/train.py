@@ -17,6 +17,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,8 @@ def main(
     preflight(config)
     progress, state = ProgressBar(config), "failed"
     # a refused command loads no torch
+    with hidden("transformers", "wandb"):  # open_clip would import them
+        import lowprec.clip  # noqa: F401
     from lowprec.train.build import pick_device
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
     from lowprec.train.run import train_run
@@ -147,6 +150,21 @@ def main(
     if stops or (ended is not None and ended.state == "preempted"):
         print("stopped; the same command continues" + " the sweep" * entry.sweep.is_here)
         sys.exit(STOPPED)
+
+
+@contextlib.contextmanager
+def hidden(*packages: str) -> Iterator[None]:
+    """Lets imports of packages fail as if they were not installed, unless they are loaded already.
+
+    open_clip would spend about 2 s on transformers, for models that configs refuse.
+    """
+    absent = [package for package in packages if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))
+    try:
+        yield
+    finally:
+        for package in absent:
+            del sys.modules[package]
 
 
 def show_results(results: list[tuple[tuple[str, ...], str, dict]]) -> None:

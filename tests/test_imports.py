@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from experiments.train import hidden
 from lowprec import startup
 from tests.small import ROOT, python
 
@@ -39,6 +41,23 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
     assert done.returncode == 0 and done.stdout == "status 2\n" * 4, done.stderr
     for hint in (f"nearest: {tmp_path}/nano-0", "has no similar name"):
         assert done.stderr.count(hint) == 2, done.stderr
+
+
+def test_training_leaves_out_what_open_clip_imports_for_models_that_are_refused(tmp_path):
+    for name in ("transformers", "wandb"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "experiments.train", "device=cuda", cwd=tmp_path, **paths)
+    assert done.returncode == 2 and "torch finds no GPU" in done.stderr, done.stderr
+
+
+def test_hidden_packages_can_be_imported_afterwards_and_loaded_ones_stay(monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    with hidden("this", "os"):
+        with pytest.raises(ImportError):
+            importlib.import_module("this")
+        assert importlib.import_module("os") is os
+    assert importlib.import_module("this").s
 
 
 @pytest.mark.parametrize(
