@@ -61,11 +61,14 @@ def options_of(group: dict) -> list[float]:
 def check_dense(
     params: list[Tensor], grads: list[Tensor], name_of: Callable[[Tensor], str]
 ) -> None:
-    """ValueError names the first parameter that is complex or has a sparse gradient."""
+    """ValueError names the first parameter that no step takes and says why."""
+    device = params[0].device
     for p, grad in zip(params, grads, strict=True):
         if p.is_complex() or grad.layout != torch.strided:
             fault = "is complex" if p.is_complex() else "has a sparse gradient"
             raise ValueError(f"{name_of(p)} {fault}; tensors must be real and dense")
+        if p.device != device:
+            raise ValueError(f"{name_of(p)} is on {p.device}; the first parameter is on {device}")
 
 
 def lr_on_device(lr: float | Tensor, device: torch.device) -> Tensor:

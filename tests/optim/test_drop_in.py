@@ -157,6 +157,11 @@ def test_gradients_that_do_not_work_are_refused_by_name_before_anything_changes(
     p.grad = torch.ones_like(p)
     with pytest.raises(ValueError, match="parameter 0 is complex"):
         StableAdamW([p]).step()
+    here, elsewhere = (torch.nn.Parameter(torch.ones(2, device=d)) for d in ("cpu", "meta"))
+    here.grad, elsewhere.grad = torch.ones_like(here), torch.ones_like(elsewhere)
+    with pytest.raises(ValueError, match="parameter 1 is on meta; the first parameter is on cpu"):
+        StableAdamW([here, elsewhere]).step()
+    assert torch.equal(here, torch.ones(2))
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
