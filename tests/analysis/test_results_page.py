@@ -254,6 +254,12 @@ def test_pairs_of_runs_that_show_equality_are_those_of_the_records(everything):
     ):
         ends = stats.ttest_ind(of[name], new, equal_var=False).confidence_interval()
         assert words.format(new.mean() - of[name].mean(), -ends.low, -ends.high) in text
+    four = everything.where(at["experiment"] == "formats")
+    four = measures.with_scores(four, measures.named_heads(four)).set_index("precision")["recall"]
+    four = four.loc[["mxfp4", "nvfp4", "nvfp4_rht_sr"]]
+    ends = stats.ttest_ind(new, four, equal_var=False).confidence_interval()
+    words = f"{new.mean() - four.mean():.1f} below twenty later seeds of bf16 ({ends.low:.1f} to "
+    assert f"{words}{ends.high:.1f})" in words_of("formats")
     above = [of[f"fp8_{name}"].mean() - new.mean() for name in ("tensorwise", "switchback")]
     assert "tensor-wise by {:.1f} instead of 0.3 below, SwitchBack by {:.1f}".format(*above) in text
 
