@@ -67,7 +67,7 @@ class ModelConfig:
     patch_size: int | None = key(8, "height and width of a patch in pixels", least=1)
     vision_width: int | None = key(128, "width of the vision tower", least=1, most=16384)
     vision_layers: int | None = key(4, "blocks of the vision tower", least=1, most=256)
-    text_width: int | None = key(128, "width of the text tower (64 n)", least=1, most=16384)
+    text_width: int | None = key(128, "text tower's width (multiple of 64)", least=1, most=16384)
     text_layers: int | None = key(2, "blocks of the text tower", least=1, most=256)
     heads: int | None = key(64, "width of a head in the vision tower (text: 64)", least=1)
     context_length: int | None = key(16, "tokens of a caption, with both ends", least=3, most=4096)
