@@ -6,8 +6,10 @@ from functools import partial
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from analysis import comparison, measures, naming, spike_marks, style
+from analysis.evidence import LEVEL, Sample
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
@@ -91,51 +93,62 @@ def one_narrow_product(runs: Runs) -> pd.DataFrame:
     return heads.loc[~narrow.str.contains("+", regex=False), columns]
 
 
-ROUNDING, SEEDS, OTHERS = "rounding alone", "seeds", "seeds of other\nrecipes, centered"
-ARMS = {ROUNDING: "bf16, one seed, rounding differs", SEEDS: "bf16, seeds",
-        OTHERS: "8-bit recipes, seeds, centered"}  # in print  # fmt: skip
-
-
 def arms_of_rounding(runs: Runs) -> pd.DataFrame:
-    """Both scores of each run, or NaN, and the `arm` it belongs to.
+    """Both scores of each run, or NaN, and the `arm` it belongs to, which has its number of runs.
 
     A run of another study with this study's recipe and seed has a row in two arms. Scores of other
-    recipes are moved by a constant for each, so that its mean is that of SEEDS.
+    recipes are moved by a constant for each, so that its mean is that of the seeds of this recipe.
     """
     heads = measures.with_scores(runs, measures.named_heads(runs))
-    own = heads["experiment"] == "rounding"
+    heads = heads[heads[list(MEASURES)].notna().any(axis=1)]
+    own, later = (heads["experiment"] == name for name in ("rounding", "equality"))
     is_its = heads["precision"].isin(heads.loc[own, "precision"])
-    same = own | (is_its & heads["seed"].isin(heads.loc[own, "seed"]))
-    seeds, others = heads[~own & is_its], heads[~is_its].copy()
+    same = own | (is_its & ~later & heads["seed"].isin(heads.loc[own, "seed"]))
+    seeds, others = heads[~own & ~later & is_its], heads[~is_its].copy()
     for measure in MEASURES:
         means = others.groupby("method")[measure].transform("mean")
         others[measure] += seeds[measure].mean() - means
-    arms = [heads[same].assign(arm=ROUNDING), seeds.assign(arm=SEEDS), others.assign(arm=OTHERS)]
-    frame = pd.concat(arms, ignore_index=True)[["arm", *measures.OF_A_RUN, "compile", *MEASURES]]
-    return frame[frame[list(MEASURES)].notna().any(axis=1)]
+    arms = {
+        "bf16, one seed, {} roundings": heads[same],
+        "bf16, {} seeds": seeds,
+        "bf16, {} later seeds": heads[later],
+        "8-bit recipes, centered, {} runs": others,
+    }
+    frame = pd.concat(part.assign(arm=name.format(len(part))) for name, part in arms.items())
+    return frame[["arm", *measures.OF_A_RUN, "compile", *MEASURES]].reset_index(drop=True)
 
 
-def deviation(column: str, part: pd.DataFrame) -> float:
-    """The standard deviation of runs within recipes, or NaN."""
+def deviation(column: str, part: pd.DataFrame) -> Sample | None:
+    """The standard deviation of runs within recipes, with its 95% interval."""
     rest = part[column] - part.groupby("precision")[column].transform("mean")
     num = len(part) - part["precision"].nunique()
-    return np.sqrt((rest**2).sum() / num) if num else np.nan
+    if not num:
+        return None
+    ends = num / stats.chi2.ppf([0.5, (1 + LEVEL) / 2, (1 - LEVEL) / 2], num)
+    ends[0] = 1
+    return Sample(*np.sqrt((rest**2).sum() / num * ends), len(part))
 
 
 def sigma(column: str, part: pd.DataFrame) -> str:
-    """`deviation` with its unit: points, or % of the mean loss."""
-    value = deviation(column, part)
-    if np.isnan(value):
+    """`0.73 (0.47 to 1.61)`: `deviation`, of the loss in % of its mean."""
+    sample = deviation(column, part)
+    if sample is None:
         return ""
-    share = f"{100 * value / part[column].mean():.1f}%"
-    return rf"$\sigma$ = {f'{value:.2f} points' if column == 'recall' else share}"
+    share, form = (1, ".2f") if column == "recall" else (100 / part[column].mean(), ".1f")
+    ends = (f"{share * end:{form}}" for end in (sample.mean, sample.low, sample.high))
+    return "{} ({} to {})".format(*ends)
 
 
 def scatter(frame: pd.DataFrame) -> str:
-    """The title of `rounding`."""
-    sigmas = [deviation("recall", frame[frame["arm"] == arm]) for arm in (ROUNDING, OTHERS)]
-    text = "Rounding alone scatters mean R@1 by {:.1f} points, seeds of 8-bit recipes by {:.1f}"
-    return text.format(*sigmas) if np.isfinite(sigmas).all() else ""
+    """The title of `rounding`, if the interval of its deviation includes that of 8-bit recipes."""
+    is_own, is_narrow = frame["arm"].str.endswith("roundings"), frame["precision"] != "bf16"
+    own, others = (deviation("recall", frame[rows]) for rows in (is_own, is_narrow))
+    if None in (own, others) or not own.low < others.mean < own.high:
+        return ""
+    return (
+        f"Rounding alone scatters {RECALL} ({own.mean:.1f} points) about as much as 8-bit recipes' "
+        f"seeds ({others.mean:.1f})"
+    )
 
 
 def lowest_recipe(frame: pd.DataFrame) -> str:
@@ -288,18 +301,23 @@ FIGURES = {
         "other products run in 16 bits.",
     ),
     "rounding": Rows(
-        studies=("rounding", "accuracy_vs_size"),
-        same_but=("compile", "precision.label", "optimizer.lr"),
+        studies=("rounding", "accuracy_vs_size", "equality"),
+        same_but=("compile", "precision.label", "optimizer.lr", "gpu"),
+        where=lambda heads: heads[
+            (heads["experiment"] != "equality") | (heads["precision.recipe"] == "high")
+        ],
         table=arms_of_rounding,
-        values=tuple(replace(axis, note=partial(sigma, axis.column)) for axis in SCORES),
+        values=tuple(
+            replace(axis, note=partial(sigma, axis.column), noted=f"$\\sigma$ ({unit}, 95%)")
+            for axis, unit in zip(SCORES, ("points", "%"), strict=True)
+        ),
         hue="arm",
-        order=tuple(ARMS),
-        look=lambda head: (style.RMS if head["arm"] == OTHERS else style.OTHER, "-"),
-        name=lambda head: ARMS[head["arm"]],
-        hollow=(lambda frame: ~frame["compile"], "not compiled"),
+        look=lambda head: (style.OTHER if head["precision"] == "bf16" else style.RMS, "-"),
+        hollow=(lambda frame: ~frame["compile"], "eager"),
         title=scatter,
-        text="Above: one seed, with learning rates that differ in the last digits, or without "
-        "compilation (open). Middle: seeds. Below: seeds of other recipes, moved to the same mean.",
+        text="First row: one seed, with learning rates that differ in the last digits, or without "
+        "compilation (open). Last row: seeds of other recipes, moved to the mean of the second "
+        "row. Beside: the standard deviation within recipes.",
     ),
     "interventions": Points(
         studies=("interventions", "lr_map", "weight_gradient", "equality"),

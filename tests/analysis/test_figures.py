@@ -108,8 +108,8 @@ def test_bits_per_operand_count_the_scales_of_tiles(recipe, bits):
 def evaluated(make_run):
     """A function: the name of a run of mini_l with the results of an evaluation."""
 
-    def make(recipe, **keys):
-        columns = dict.fromkeys((*RECALL, VALIDATION_LOSS), np.full(20, 0.5))
+    def make(recipe, score=0.5, **keys):
+        columns = dict.fromkeys((*RECALL, VALIDATION_LOSS), np.full(20, score))
         keys = {"experiment": "accuracy_vs_size", "model": "mini_l", "scale": "mini"} | keys
         return make_run(recipe=recipe, num_steps=20, tables={}, columns=columns, **keys).name
 
@@ -149,6 +149,37 @@ def test_one_product_leaves_out_runs_with_several_narrow_products(evaluated, que
     assert set(zip(frame["product"], frame["format"], strict=True)) == {
         ("", "bf16"), ("output", "int8")
     }  # fmt: skip
+
+
+def test_the_scatter_of_rounding_is_told_beside_that_of_seeds_within_recipes(evaluated, tmp_path):
+    for k, score in enumerate((0.50, 0.51, 0.52)):
+        evaluated("high", experiment="rounding", lr=1e-3 + k * 1e-10, score=score)
+        evaluated("high", seed=k + 1, score=0.5 + score / 10)
+        for recipe in ("high", "switchback"):  # the second is left out
+            evaluated(recipe, seed=k, experiment="equality", score=score, gpu="H200")
+        for recipe, mean in (("switchback", 0.0), ("llm_int8", 0.4)):
+            evaluated(recipe, seed=k, score=mean + score)
+    rounding, runs = FIGURES["rounding"], load_runs(tmp_path / "runs")
+    frame = rounding.query(runs)
+    assert frame["arm"].value_counts(sort=False).to_dict() == {
+        "bf16, one seed, 3 roundings": 3,
+        "bf16, 3 seeds": 3,
+        "bf16, 3 later seeds": 3,
+        "8-bit recipes, centered, 6 runs": 6,
+    }
+    narrow = frame.groupby("precision")["recall"].mean()
+    assert narrow["switchback"] == pytest.approx(narrow["llm_int8"]) == pytest.approx(55.1)
+    ax, _ = drawn(rounding, frame)
+    note = "1.00 (0.52 to 6.28)"  # by chi-squared with two degrees of freedom, below with four
+    notes = [r"$\sigma$ (points, 95%)", note, "0.10 (0.05 to 0.63)", note, "1.00 (0.60 to 2.87)"]
+    texts = [text.get_text() for text in ax.texts if text.get_text() != "eager"]
+    assert sorted(texts) == sorted(notes)
+    title = (
+        "Rounding alone scatters mean R@1 (1.0 points) about as much as 8-bit recipes' seeds (1.0)"
+    )
+    assert rounding.title(frame) == title
+    frame.loc[frame["precision"] != "bf16", "recall"] *= 10
+    assert rounding.title(frame) == ""
 
 
 COST = "LLM.int8() ends lowest: mean R@1 is 3.0 points below bf16's"
