@@ -127,22 +127,32 @@ def outcome(rows: pd.DataFrame) -> str:
 
 
 def plot(frame: pd.DataFrame, ax: Axes) -> None:
-    """A row for each recipe and state: its replays, with the interval of a recipe's only one."""
+    """A row for each state and recipe: its replays, with the interval of a recipe's only one."""
     ranks = frame["recipe"].map(lambda name: naming.rank(name, naming.PRECISIONS))
-    places = frame.groupby([ranks, "run", "after"]).ngroup()
-    values = 100 * np.expm1(frame["difference"])
-    spread, names = marks.spread(places, values, log=False), []
-    for row, part in frame.groupby(places):
-        own, recipe, after = values[part.index], part["recipe"].iloc[0], part["after"].iloc[0]
+    values, names = 100 * np.expm1(frame["difference"]), []
+    places = frame.groupby(["after", "run", ranks])
+    spread = marks.spread(places.ngroup(), values, log=False)
+    for (after, *_), part in places:
+        if (title := f"from step {after:,}") not in names:
+            names.append(title)
+        own, recipe = values[part.index], part["recipe"].iloc[0]
         low, high = (100 * np.expm1(end.iloc[0]) for end in interval(part, LEVEL))
         marks.draw_row(
-            ax, row, own, own.mean(), style.color(recipe, ""), spread=spread[own.index],
-            ends=None if recipe == BF16 else (low, high), note=f"from step {after:,}",
+            ax, len(names), own, own.mean(), style.color(recipe, ""), spread=spread[own.index],
+            ends=None if recipe == BF16 else (low, high),
         )  # fmt: skip
-        names.append("" if naming.precision(recipe) in names else naming.precision(recipe))
-    marks.name_rows(ax, names)
+        names.append(naming.precision(recipe))
+    marks.name_rows(ax, names, [name.startswith("from step") for name in names])
     marks.draw_reference(ax, 0, MARGIN, "x")
+    marks.name_reference(ax, 0, f"within {MARGIN:g}% of bf16")
     ax.set_xlabel("training loss relative to bf16 (%)")
+
+
+def undecided(frame: pd.DataFrame) -> str:
+    """The title of `branches`, if all recipes are undecided."""
+    if {*frame["outcome"]} - {""} != {UNDECIDED}:
+        return ""
+    return "No recipe is shown to differ from bf16 from both states, or to equal it"
 
 
 FIGURES = {
@@ -150,6 +160,7 @@ FIGURES = {
         studies=("branches",),
         table=branches,
         plots=(plot,),
+        title=undecided,
         size=(1.5, 2.2),
         what="training loss in each recipe from one state, relative to bf16,",
         text="Points: means over the second half of the replayed steps; bf16 has the unchanged "

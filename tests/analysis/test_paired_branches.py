@@ -174,8 +174,12 @@ def test_steps_survive_compaction_and_a_figure_shows_each_replay(run, tmp_path):
     [ax] = drawn(branches, frame)
     names = [text.get_text() for text in ax.get_yticklabels()]
     books = "fp8 tensor-wise, released code books"
-    assert names == ["bf16", "", "SwitchBack int8", "", "LLM.int8()", "", books, ""]
-    assert [text.get_text() for text in ax.texts] == ["from step 10", "from step 110"] * 4
+    recipes = ["bf16", "SwitchBack int8", "LLM.int8()", books]
+    assert names == ["from step 10", *recipes, "from step 110", *recipes]
+    assert [text.get_text() for text in ax.texts] == ["within 3% of bf16"]
+    title = "No recipe is shown to differ from bf16 from both states, or to equal it"
+    assert branches.title(frame.assign(outcome="undecided")) == title
+    assert branches.title(frame) == ""  # some differ
     shown = sorted(len(at) for at in points(ax, "o") if at)
     assert shown == [1] * 6 + [5] * 2 and not points(ax, "X")
 
@@ -184,7 +188,7 @@ def test_a_replay_that_ended_early_is_drawn_as_a_cross(run):
     cut(run, "precision=llm_int8", 30, math.inf)
     [ax] = drawn(branches, branches.query(load_runs(run)))
     crosses = [line for line in ax.get_lines() if line.get_marker() == "X"]
-    assert [list(line.get_ydata()) for line in crosses] == [[5]]  # the second row of LLM.int8()
+    assert [list(line.get_ydata()) for line in crosses] == [[8]]  # LLM.int8() from step 110
 
 
 @pytest.mark.slow
