@@ -52,27 +52,34 @@ def profile(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, bar: float | None = None) -> None:
-    """Percentages of SwitchBack's summed operations; fewer tokens are paler; a line at `bar`."""
+    """Percentages of SwitchBack's summed operations; fewer tokens are paler; a line at `bar`.
+
+    The line covers the paper's widths, by which we judge.
+    """
     ours = plot_papers(frame, ax)
     counts = sorted(set(ours["tokens"]), reverse=True)
+    is_one = len(counts) == 1
+    ax.set_title(on(frame) + f", {counts[0]:,} tokens" * is_one)
     for (series, tokens), part in ours.sort_values("dim").groupby(["series", "tokens"], sort=False):
         shade = style.paler(color(METHODS[series]), counts.index(tokens))
-        label_of_line = f"{naming.precision(METHODS[series])}, {tokens:,} tokens"
+        label_of_line = naming.precision(METHODS[series]) + f", {tokens:,} tokens" * (not is_one)
         ax.plot(part["dim"], part["value"], "-o", ms=3, lw=1.2, color=shade, label=label_of_line)
     panels.number_axis(ax, frame["dim"])
     ax.set(xlabel="width of the layer", ylabel=label, ylim=(min(0, ax.get_ylim()[0]), None))
     ax.axhline(0, color="black", lw=0.6)
     if bar:
-        ax.axhline(bar, color="black", lw=0.8, ls=":")
-        ax.annotate(f"our bar: {bar:g}%", (1, bar), (-2, 2), xycoords=ax.get_yaxis_transform(),
-                    textcoords="offset points", ha="right", fontsize=7)  # fmt: skip
+        ax.hlines(bar, paper.DIMS[0], paper.DIMS[-1], color="black", lw=0.8, ls=":")
+        ax.annotate(f"our limit: {bar:g}%", (paper.DIMS[-1], bar), (0, 2), ha="right", fontsize=7,
+                    textcoords="offset points")  # fmt: skip
 
 
-def range_of_ours(text: str, frame: pd.DataFrame) -> str:
-    """A title with our smallest and largest percentage, by the device."""
-    ours = frame[frame["source"] != paper.SOURCE]
-    span = naming.span(ours["value"], "{:.0f}")
-    return f"{text.format(f'{span}%')} on {on(ours)}, depending on the width"
+def at_both_ends(text: str, frame: pd.DataFrame) -> str:
+    """A title with our percentages at the smallest and the largest width."""
+    ours = dict(iter(frame[frame["source"] != paper.SOURCE].groupby("dim")["value"]))
+    (first, low), (last, high) = (
+        (dim, naming.span(ours[dim], "{:.0f}")) for dim in (min(ours), max(ours))
+    )
+    return text.format(f"{low}%") + f" at width {first:,}, {high}% at {last:,}"
 
 
 MISSING = {"s": "not measured", "rotation": 90, "color": style.OTHER, "va": "bottom"}
@@ -196,7 +203,7 @@ def most_precise(frame: pd.DataFrame) -> str:
 
 FIGURES = {
     "op_profile": Panels(
-        title=partial(range_of_ours, "Layers in 8 bits save {} of the time of 16 bits"),
+        title=partial(at_both_ends, "Layers in 8 bits save {} of the time of 16 bits"),
         lines="ops",
         table=profile,
         plots=(partial(plot_totals, label="time saved (% of 16 bits)"),),
@@ -206,7 +213,7 @@ FIGURES = {
         f"{PAPERS} on an A100 in fp16. After figure 3 (right), arXiv:2304.13013.",
     ),
     "quantize_share": Panels(
-        title=partial(range_of_ours, "Quantizing takes {} of SwitchBack's time"),
+        title=partial(at_both_ends, "Quantizing takes {} of SwitchBack's time"),
         lines="ops",
         table=lambda lines: with_papers(bench.quantize_shares(lines), paper.QUANTIZE_SHARE),
         plots=(
