@@ -255,6 +255,7 @@ class Lines(Figure):
     def _title(self, value: Any, title: str, panel: pd.DataFrame) -> str:
         title = ", ".join(filter(None, [naming.setting(self.facet, value), title]))
         if self.spikes:
+            title += f", {comparison.counted(panel['run'].nunique(), 'run')}"
             count = comparison.counted(panel["height"].count(), "spike")
             large = (panel["height"] > spike_marks.LARGE).sum()
             title += f"\n{count} \N{WHITE DOWN-POINTING TRIANGLE}, {large} over "

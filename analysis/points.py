@@ -133,7 +133,7 @@ class Points(OfRuns):
         ax.set_xlabel(x.name(frame))
         if named:
             panels.name_places(ax, named.values())
-            ax.set_xlim(-0.4, max(places, default=0) + 0.4)
+            ax.set_xlim(-0.45, max(places, default=0) + 0.45)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, is_log)

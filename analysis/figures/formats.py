@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from analysis import comparison, measures
+from analysis import comparison, measures, naming
 from analysis.figures.scores import (
     MEASURES,
     SCORES,
@@ -73,6 +73,17 @@ def name_with_bits(head: pd.Series) -> str:
     return f"{named_by_exception(head)}, {round(head['bits'], 2):g} bits"
 
 
+def lowest_format(frame: pd.DataFrame) -> str:
+    """The title of `formats`: the recipe with the lowest mean R@1, and how many have fewer bits."""
+    means = frame.groupby(["precision", "bits"])["recall"].mean().dropna()
+    if means.empty:
+        return "Mean R@1 and validation loss by bits per operand"
+    name, bits = means.idxmin()
+    num = (means.index.get_level_values("bits") < bits).sum()
+    others = f", below {comparison.counted(num, 'recipe')} with fewer bits" if num else ""
+    return f"{naming.precision(name)} has the lowest mean R@1{others}"
+
+
 FIGURES = {
     "formats": Rows(
         studies=("formats", "accuracy_vs_size"),
@@ -81,7 +92,7 @@ FIGURES = {
         values=SCORES,
         blocks=most_first,
         name=name_with_bits,
-        title=lambda _: "Mean R@1 and validation loss by bits per operand",
+        title=lowest_format,
         text="Bits: the mean over the operands of a layer's three products, "
         "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
         "its format as the mean over its steps.",

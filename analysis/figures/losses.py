@@ -117,6 +117,16 @@ def best_change(frame: pd.DataFrame) -> str:
     return f"{text}: loss {ends[best]:.1f} at the end, {ends['bf16']:.1f} in bf16"
 
 
+def alike_at_the_end(frame: pd.DataFrame) -> str:
+    """The title of `beta2_schedule`: the mean loss at the end, and the number of loss spikes."""
+    ends = final_losses(frame, ["label"]).groupby(level=0).mean()
+    counts = naming.join(frame.groupby("label", sort=False)["height"].count())
+    return (
+        f"With beta2 constant or scheduled, the loss ends at {naming.span(ends)}, after {counts} "
+        "spikes"
+    )
+
+
 def more_spikes(setting: str, words: str, frame: pd.DataFrame) -> str:
     """The title of a sweep: how the number of large spikes grows with a setting."""
     groups = frame.groupby(measures.RENAMED.get(setting, setting), sort=False)
@@ -171,7 +181,7 @@ FIGURES = {
         hue=SCHEDULE,
         facet="label",
         spikes=True,
-        title=lambda _: "Loss and its spikes by beta2, constant or scheduled",
+        title=alike_at_the_end,
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
         "t.",
     ),

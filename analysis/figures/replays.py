@@ -127,6 +127,16 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_xlabel("change begins: steps before the onset")
 
 
+def still_removed(frame: pd.DataFrame) -> str:
+    """The title of `point_of_no_return`: the lasting changes that remove all spikes at the end."""
+    share = shares(frame)["share"].unstack()
+    last = share.columns.min()
+    names = [name for name in share.index[share[last] == 1] if not re.match(SHORT, name)]
+    names = naming.join(in_words(name, frame["lr"].iloc[0]) for name in names)
+    when = f"Even {counted(last, 'step')} before the onset"
+    return f"{when}, all loss spikes are removed by {names}" if names else ""
+
+
 def size(frame: pd.DataFrame) -> tuple[float, float]:
     """As high as there are changes."""
     return 1.7, 1 + 0.24 * len(shares(frame).index.unique("change"))
@@ -137,6 +147,7 @@ FIGURES = {
         studies=("point_of_no_return",),
         table=replays,
         plots=(plot,),
+        title=still_removed,
         size=size,
         what="loss spikes that a change removes, by the step at which it begins,",
         text=f"A spike is gone if it is lower than {STAYS:.0%} of its height in an unchanged "

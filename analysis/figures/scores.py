@@ -257,6 +257,15 @@ def look_of_change(head: pd.Series) -> tuple:
     ] not in name else "black", "-"
 
 
+def falling(frame: pd.DataFrame) -> str:
+    """The title of `attention_logits`, if R@1 falls with them."""
+    rank = stats.spearmanr(frame["logit_max"], frame["recall"]).statistic
+    text = (
+        f"Mean R@1 is lower where attention logits are larger (Spearman's correlation {rank:.2f})"
+    )
+    return naming.in_minus(text) if rank < 0 else ""
+
+
 def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
     """AdamW's rows in 16 bits, runs that agree in every setting and the seed once."""
     heads = heads[heads["scale"].notna() & (heads["precision.recipe"] == "high")]
@@ -351,6 +360,7 @@ FIGURES = {
             rf", ({'|'.join(USUAL)})\b| layer-scale|learning (?=rate)", "", head["setting"]
         ),
         look=look_of_change,
+        title=falling,
         what=f"{RECALL} by the largest attention logit,",
         text=f"Where a name does not say: {', '.join(USUAL)}.",
         means=False,

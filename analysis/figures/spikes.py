@@ -90,11 +90,15 @@ def highest(runs: Runs) -> pd.DataFrame:
 
 
 def with_kq_norm(frame: pd.DataFrame) -> str:
-    """The title of `kq_norm`."""
+    """The title of `kq_norm`: at which beta2 the mean highest spike is lower or higher with it."""
     means = frame.groupby(["beta2", "intervention"])["highest"].mean().unstack().dropna()
-    if {"none", "kq_norm"} <= {*means} and (means["kq_norm"] < means["none"]).all():
-        return "With KQ layer norm, the mean highest loss spike is lower at each beta2"
-    return "Highest loss spike of each run, with and without KQ layer norm"
+    if not {"none", "kq_norm"} <= {*means}:
+        return ""
+    is_lower = means["kq_norm"] < means["none"]
+    parts = {"lower": means.index[is_lower], "higher": means.index[~is_lower]}
+    texts = [f"{word} at {naming.join(at)}" for word, at in parts.items() if len(at)]
+    where = ", ".join(texts).replace(" at ", " at beta2 ", 1)
+    return f"With KQ layer norm, the mean highest loss spike is {where}"
 
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, make
+from analysis import load_runs, make, paper
 from analysis.figures import (
     FIGURES,
     formats,
@@ -184,6 +184,7 @@ def test_the_scatter_of_rounding_is_told_beside_that_of_seeds_within_recipes(eva
 
 COST = "LLM.int8() ends lowest: mean R@1 is 3.0 points below bf16's"
 LOWEST = "At beta2 0.99, AdamW has the highest loss spikes and the lowest R@1: 3%, Muon 30%"
+ALIKE = "With beta2 constant or scheduled, the loss ends at"
 LARGE = "oss spikes over 1 nat at higher learning rates: "
 
 
@@ -195,6 +196,7 @@ LARGE = "oss spikes over 1 nat at higher learning rates: "
         ("accuracy_vs_size", (np.nan, 71, 73.5), ""),
         ("spikes_vs_lr", (0.5, 1.5, 0), f"L{LARGE}0, 1 and 0"),
         ("spikes_vs_lr", (0.5, np.nan, 3), f"L{LARGE}0, 0 and 1"),
+        ("beta2_schedule", (3, 0.5, 2), f"{ALIKE} 0.5 to 3.0, after 1, 1 and 1 spikes"),
         ("spike_heights", (3, 0.5, 2), LOWEST),
         ("spike_heights", (0.5, 3, 2), ""),
     ],
@@ -202,10 +204,34 @@ LARGE = "oss spikes over 1 nat at higher learning rates: "
 def test_a_title_states_a_finding_only_if_the_runs_have_it(slug, values, finding):
     frame = pd.DataFrame({"model": "mini_l", "precision": ["bf16", "llm_int8", "switchback"]})
     frame = frame.assign(accuracy=values, metric="mean R@1", height=values, lr=[1e-3, 2e-3, 4e-3])
+    frame = frame.assign(label=frame["precision"], run=frame["precision"], loss=values)
     if slug == "spike_heights":
         frame = frame.assign(optimizer=["adamw", "muon", "adamw"], beta2=[0.99, 0.99, 0.9])
         frame["recall"] = [3, 30, 60]
     assert FIGURES[slug].title(frame) == finding
+
+
+def test_titles_compare_means_of_formats_heights_with_kq_norm_and_widths():
+    frame = pd.DataFrame({"precision": ["bf16", "llm_int8", "mxfp4"], "bits": [16, 8, 4.25]})
+    title = FIGURES["formats"].title
+    lowest = "LLM.int8() has the lowest mean R@1"
+    assert title(frame.assign(recall=[74, 71, 72])) == f"{lowest}, below 1 recipe with fewer bits"
+    assert title(frame.assign(recall=[74, 72, 71])) == lowest.replace("LLM.int8()", "MXFP4")
+    frame = pd.DataFrame({"intervention": ["none", "kq_norm"] * 2, "beta2": [0.9, 0.9, 0.99, 0.99]})
+    title = FIGURES["kq_norm"].title
+    lower = "With KQ layer norm, the mean highest loss spike is lower at beta2 0.9"
+    assert title(frame.assign(highest=[2, 1, 9, 10])) == f"{lower}, higher at 0.99"
+    assert title(frame.assign(highest=[2, 1, 10, 9])) == f"{lower} and 0.99"
+    frame = pd.DataFrame({"source": ["H100", "H100", paper.SOURCE], "dim": [4096, 768, 512]})
+    assert FIGURES["quantize_share"].title(frame.assign(value=[8.2, 28.7, 40])) == (
+        "Quantizing takes 29% of SwitchBack's time at width 768, 8% at 4,096"
+    )
+    frame = pd.DataFrame({"logit_max": [1, 9, 5], "recall": [70, 60, 50]})
+    title = FIGURES["attention_logits"].title(frame)
+    assert title.endswith(
+        "lower where attention logits are larger (Spearman's correlation \N{MINUS SIGN}0.50)"
+    )
+    assert FIGURES["attention_logits"].title(frame.assign(recall=[50, 60, 70])) == ""
 
 
 def test_features_of_int8_weight_gradients_are_told_only_if_they_are_the_largest():
