@@ -12,6 +12,7 @@ const CROWD = 20;  // runs, of which more have no place in one label
 const isFolded = (meta) => data.folded[meta.run] && !meta.median && !["spike", "above"].includes(meta.kind);
 const hidden = new Set();  // chips
 let alone = null;          // the only visible run, if any
+let moment = "";           // what the label says of the spike that the curves are zoomed to
 let isCut = true;          // whether the axis of the loss is the one that cuts off high losses
 
 const TYPES = {i4: Int32Array, i2: Int16Array, i1: Int8Array, f4: Float32Array, f8: Float64Array};
@@ -30,7 +31,10 @@ if (narrow) {
   figure.layout.font.size = 11;
 }
 Plotly.newPlot(plot, figure.data, figure.layout, CONFIG);
-plot.on("plotly_click", (event) => show(event.points[0].data.meta.run));
+plot.on("plotly_click", (event) => {
+  toggle(event.points[0].data.meta.run);
+  restyle();  // in the range that is shown
+});
 
 function restyle() {
   const which = byId("which").value;
@@ -44,15 +48,15 @@ function restyle() {
   const skips = byId("unified").checked && alone === null && data.labels.length > CROWD;
   const hoverinfo = metas.map((meta) => skips && isFolded(meta) ? "skip" : "all");
   Plotly.restyle(plot, {visible, opacity, hoverinfo});
-  byId("selection").textContent = alone === null ? "" : data.labels[alone];
+  byId("selection").textContent = alone === null ? "" : data.labels[alone] + moment;
   for (const row of document.querySelectorAll("tr[data-run]")) {
     row.classList.toggle("selected", Number(row.dataset.run) === alone);
   }
 }
 
-function show(run) {
+function toggle(run) {
   alone = alone === run ? null : run;
-  restyle();
+  moment = "";
 }
 
 const axes = Object.keys(figure.layout).filter((name) => name.startsWith("xaxis"));
@@ -66,9 +70,8 @@ function line(step, color, dash) {
 }
 
 function zoom(run, step, lead) {
-  alone = null;
+  alone = run;
   isCut = false;
-  show(run);
   const from = Math.max(0, step - data.around), to = step + data.around;
   const trace = figure.data[metas.findIndex((meta) => meta.run === run && meta.kind === "loss")];
   const losses = [];
@@ -80,14 +83,16 @@ function zoom(run, step, lead) {
   const isNear = lead && lead <= data.around;
   if (isNear) shapes.push(line(step - lead, "#0072B2", "4px,3px"));
   Plotly.relayout(plot, {...ofAxes(".range", [from, to]), ...rangesY(), "yaxis.range": losses.length ? range : wholeRange, shapes});
-  byId("selection").textContent = data.labels[run] + ", step " + step.toLocaleString("en") +
+  moment = ", step " + step.toLocaleString("en") +
     (isNear ? "; dashed: the RMS spike " + lead + (lead > 1 ? " steps" : " step") + " before" : "");
+  restyle();
   byId("curves").scrollIntoView();
 }
 
 function whole() {
   const log = byId("log").checked;
   isCut = !log;
+  moment = "";
   restyle();
   const type = log ? "log" : "linear";
   const y = log || !wholeRange ? {"yaxis.autorange": true} : {"yaxis.range": wholeRange.slice()};
@@ -129,7 +134,8 @@ for (const row of document.querySelectorAll("tr[data-run]")) {
       history.replaceState(null, "", "#" + row.id);
       follow(row);
     } else {
-      show(Number(row.dataset.run));
+      toggle(Number(row.dataset.run));
+      whole();  // the range may be that of another run's spike
       byId("curves").scrollIntoView();
     }
   });

@@ -1,13 +1,17 @@
 """The report in a browser: its scripts run without errors, and links zoom to spikes."""
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from analysis.report.__main__ import main
+from tests.analysis.conftest import spiking
 
 STUDY = Path(__file__).parents[2] / "experiments" / "results" / "stability_mini"
 RUN = STUDY / "mini_l-bf16-adamw-s2-34a7d6b39f"
@@ -68,6 +72,36 @@ def test_each_control_can_be_clicked_and_switched_back(tmp_path):
     assert 'data-hover="x unified"' in page
 
 
+ROWS = """<script>setTimeout(() => {
+  const plot = document.getElementById("curves-plot"), seen = [];
+  const look = () => seen.push(document.getElementById("selection").textContent,
+    Math.round(plot.layout.xaxis.range[0]), plot.layout.shapes.length);
+  look();
+  document.querySelector("tr[data-step]").click();
+  document.getElementById("unified").click();
+  look();
+  document.querySelectorAll("#runs tr[data-run]")[1].click();
+  look();
+  document.querySelectorAll("#runs tr[data-run]")[1].click();
+  look();
+  document.body.dataset.seen = seen.join("|");
+}, 1500)</script>"""
+
+
+@in_chromium
+def test_a_row_shows_its_whole_run_after_a_zoom_and_the_label_names_what_is_shown(
+    make_run, tmp_path
+):
+    for seed in range(2):
+        make_run(num_steps=400, seed=seed, losses=spiking(400, [300] * (not seed)))
+    page = opened(tmp_path / "runs", tmp_path / "report.html", ROWS)
+    [seen] = re.findall(r'data-seen="([^"]+)"', page)
+    everything, spike, row, again = zip(*[iter(seen.split("|"))] * 3, strict=True)
+    assert everything[0] == "" and again == everything
+    assert spike == ("bf16, AdamW, seed 0, step 300", "260", "3")
+    assert row == ("bf16, AdamW, seed 1", *everything[1:])
+
+
 ZOOM = """<script>setTimeout(() => {
   const plot = document.getElementById("curves-plot"), seen = [];
   const look = () => {  // how many points of the loss are in the panel
@@ -110,6 +144,23 @@ MEASURE = """<script>setTimeout(() => document.querySelectorAll(".scroll").forEa
 def test_no_table_of_a_study_scrolls_sideways_on_a_small_screen(tmp_path, width):
     page = opened(STUDY, tmp_path / "report.html", MEASURE, width=width)
     beyond = re.findall(r'data-beyond="(-?\d+)"', page)
+    assert len(beyond) >= 3 and set(beyond) == {"0"}
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1280, 500])
+def test_long_names_of_tensors_and_files_break_in_their_columns(make_run, tmp_path, width):
+    name = "vision_model.encoder.layers.23.self_attention." + "projection_" * 9 + "weight"
+    rms = pd.DataFrame({name: np.ones(400)}, range(1, 401))
+    rms.loc[297] = 9.0
+    tables = {"tensors": {"rms": rms}}
+    make_run(num_steps=400, losses=spiking(400, [300]), tables=tables)
+    failed = make_run(num_steps=400, seed=1, steps=300, state="failed")
+    status = {"state": "failed", "step": 300, "reason": "in /a" + "/long/path" * 12}
+    (failed / "status.json").write_text(json.dumps(status))
+    page = opened(tmp_path / "runs", tmp_path / "report.html", MEASURE, width=width)
+    beyond = re.findall(r'data-beyond="(-?\d+)"', page)
+    assert name in page and status["reason"] in page
     assert len(beyond) >= 3 and set(beyond) == {"0"}
 
 
