@@ -169,7 +169,7 @@ def test_messages_on_equality_are_those_of_the_claims():
     exceeds = "exceeds by {:.1f}% ({:.1f} to {:.1f}".format(*below[:3])
     assert exceeds in text
     [needed] = numbers("C1", "SwitchBack int8 matches bf16's R@1", r"(\d+) seeds would decide it")
-    assert f"as claims.md assumes ({needed:.0f})" in text
+    assert f"(claims.md, by an upper limit of the deviation: {needed:.0f})" in text
 
 
 def interval(values, level=0.9):
