@@ -89,7 +89,9 @@ def host_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def page_locked(x: Tensor) -> Tensor:
     """A copy in page-locked memory; zeros for a meta tensor."""
-    return torch.zeros_like(x, device="cpu", pin_memory=True) if x.is_meta else x.pin_memory()
+    if not x.is_meta:
+        return x.pin_memory()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=True).zero_()
 
 
 def _waits(state: dict) -> bool:
