@@ -62,8 +62,8 @@ class GraphedStep:
 
     The first batch fixes the shapes; all batches are on the host. Capture runs the step a few times
     with `frozen` set and restores the random state and the model's buffers, so it changes nothing.
-    With DDP, which must have been built on `capture_stream`, the graph also averages gradients, and
-    all ranks capture together. The next call overwrites the returned values.
+    In several processes the graph also communicates, and all ranks capture together; DDP must have
+    been built on `capture_stream`. The next call overwrites the returned values.
     """
 
     def __init__(self, step: TrainStep, batch: Batch):
@@ -136,16 +136,13 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def can_capture(config: Config, device: torch.device) -> bool:
     """Returns whether a run's step can be a CUDA graph: compiled, on a GPU, no host state.
 
-    Recomputation keeps random states on the host, the dynamic scaler a counter that capture would
-    advance, and torch's Muon needs to know on the host which gradients are finite. FSDP2
-    frees and allocates parameters in hooks on the host.
+    Micro-batches restore random states on the host, the dynamic scaler keeps a counter there that
+    capture would advance, and torch's Muon needs to know there which gradients are finite.
     """
     return (
         config.compile
         and device.type == "cuda"
-        and config.distributed.name != "fsdp2"
         and config.accumulate == 1
-        and not config.checkpointing
         and config.scaler.name != "dynamic"
         and config.optimizer.name not in TORCH_OPTIMIZERS
     )

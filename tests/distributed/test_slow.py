@@ -26,22 +26,29 @@ def test_compiled_and_recomputed_blocks_give_the_losses_of_one_eager_process(ran
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path):
-    """Also after a resume, and after a change of the precision."""
-    changes = {"device": "cuda", "compile": True, "distributed.name": "ddp", "deterministic": True}
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path, name):
+    """Also after evaluations, a resume and, where it can change, a change of the precision."""
+    changes = {"device": "cuda", "compile": True, "distributed.name": name, "deterministic": True}
     changes |= {"model.patch_dropout": 0.5, "precision.autocast": "bf16"}
-    changes |= {"precision_change": {"step": 3, "recipe": "switchback"}}
-    changes |= {"schedule.name": "constant"}
+    if name == "ddp":
+        changes |= {"precision_change": {"step": 3, "recipe": "switchback"}}
+    else:
+        changes |= {"precision.recipe": "switchback"}
+    changes |= {"schedule.name": "constant", "evaluation.name": "both", "eval_every": 2}
+    changes |= {"diagnostics.block_every": 2, "diagnostics.detail_every": 2}
     file, script = tmp_path / "configs.json", Path(__file__).with_name("captured.py")
     records = {}
     for kind in ("eager", "captured"):
-        whole, cut = (make(changes | {"name": f"{kind} {name}"}) for name in ("whole", "cut"))
+        whole, cut = (
+            make(changes | {"name": f"{kind} {name} {part}"}) for part in ("whole", "cut")
+        )
         for configs in ([whole, cut | {"num_steps": 4}], [cut]):
             file.write_text(json.dumps(configs))
             torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
             ended = python(*torchrun, script, file, kind)
             assert ended.returncode == 0, ended.stderr
-        records |= {f"{kind} {name}": rows_of(c) for name, c in (("whole", whole), ("cut", cut))}
+        records |= {f"{kind} {part}": rows_of(c) for part, c in (("whole", whole), ("cut", cut))}
     assert len(records["eager whole"]) == 6
     assert all(rows == records["eager whole"] for rows in records.values())
 

@@ -105,11 +105,14 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     assert can_capture(make_config({"compile": True}), cuda)
     assert not can_capture(make_config({"compile": True}), cpu)
     assert not can_capture(make_config(), cuda)
-    assert can_capture(make_config({"compile": True, "distributed.name": "ddp"}), cuda)
-    for host in (
-        {"checkpointing": True},
-        {"accumulate": 2},
+    for captured in (
+        {"distributed.name": "ddp"},
         {"distributed.name": "fsdp2"},
+        {"checkpointing": True},
+    ):
+        assert can_capture(make_config({"compile": True, **captured}), cuda)
+    for host in (
+        {"accumulate": 2},
         {"precision.autocast": "fp16", "scaler.name": "dynamic"},
         *({"optimizer.name": name} for name in TORCH_OPTIMIZERS),
     ):

@@ -68,7 +68,7 @@ def test_16_bit_runs_follow_the_fp32_curve(make_config, run_once, tmp_path):
 
 
 GRAPHED = ["bf16", "fp16 fixed", *(f"bf16 {key}" for key in ("zclip", "skip_sigmas"))]
-GRAPHED += ["bf16 change", "bf16 lr_scale"]
+GRAPHED += ["bf16 change", "bf16 lr_scale", "bf16 checkpointing"]
 
 
 @pytest.mark.gpu
@@ -87,6 +87,8 @@ def test_graphed_step_equals_the_ungraphed_one(
         monkeypatch.setattr("lowprec.optim.clipping.WINDOW", 6)
     if key == "lr_scale":
         changes["optimizer.lr_scale"] = {"image": 0.1}
+    if key == "checkpointing":
+        changes["checkpointing"] = True
     if key == "change":
         changes["precision_change"] = {"step": 6, "recipe": "switchback"}
     run_once(make_config(changes), tmp_path / "graph")
