@@ -151,7 +151,7 @@ def test_what_cannot_be_paged_is_refused(device, available, monkeypatch):
             StableAdamW([p], paged=True)
     monkeypatch.setattr(fused, "DEVICES", ("cuda",))
     with pytest.raises(ValueError, match=r"paged=True: parameter 0 \(p\) is on device cpu; .* GPU"):
-        StableAdamW([("p", p.cpu())], paged=True)
+        StableAdamW([("p", p.detach().cpu())], paged=True)
 
 
 def test_kernels_take_page_locked_states_but_no_such_gradients(monkeypatch):
