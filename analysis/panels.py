@@ -25,6 +25,7 @@ SIDES = {
     (0, -1): ("center", "top"),
 }  # of a name beside a point
 LINE = 0.115  # inches, the height of a line of these names
+GAP = 0.03  # inches: labels of an axis that are closer are turned
 TITLE_CHARACTERS, LINE_OF_TITLE = 14, 0.16  # for each inch of a figure's title; inches
 MARK_COLOR, CHARACTERS_OF_MARK = "#A61C00", 15  # of a mark; for each inch
 CHARACTERS, HANDLE = 19, 9  # of a legend, for each inch; as wide as a handle with its space
@@ -113,12 +114,16 @@ def _is_late(frame: pd.DataFrame) -> pd.Series:
     return (frame["step"] >= CAP_AFTER * num_steps) | (num_steps < SHORT)
 
 
-def name_places(ax: Axes, names: Collection[str]) -> None:
-    """Names the places 0, 1, ... of an x axis, turned if they are too long for a column of text."""
-    longest = [max(map(len, name.split("\n"))) for name in names]
-    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    is_wide = sum(longest) + 2 * len(names) > 0.7 * CHARACTERS * style.COLUMN_WIDTH
-    ax.set_xticks(range(len(names)), names, **(turned if is_wide else {}))
+def turn_names(canvas: Figure, axes: list[Axes]) -> None:
+    """Turns the labels of x axes where some would touch each other."""
+    canvas.draw_without_rendering()  # sets the widths of panels
+    for ax in axes:
+        boxes = [text.get_window_extent() for text in ax.get_xticklabels()]
+        gaps = [after.x0 - box.x1 for box, after in itertools.pairwise(boxes)]
+        if min(gaps, default=np.inf) < GAP * canvas.dpi:
+            ax.tick_params(axis="x", labelrotation=45)
+            for text in ax.get_xticklabels():
+                text.set(ha="right", rotation_mode="anchor")
 
 
 def number_axis(ax: Axes, values: pd.Series) -> None:

@@ -15,6 +15,7 @@ plotted values.
 """
 
 import argparse
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ TABLES = {
 }
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 DASHES = ("-", "--", ":", "-.")
+LONGEST = 36  # characters of a line of the y axis's label
 SCORES = ("zero_shot/", "retrieval/")  # whose axes are linear
 
 
@@ -96,7 +98,8 @@ def make_figure(
     hue, facet, band = (key and _key(heads, key) for key in (hue, facet, band))
     heads = measures.named_heads(runs)
     colors = _hue(heads, hue, facet) if hue else Hue(look=_looks_of_methods(heads))
-    value = Axis(column=y, label=y, log=False if y.startswith(SCORES) else None)
+    label = "\n".join(textwrap.wrap(y, LONGEST))
+    value = Axis(column=y, label=label, log=False if y.startswith(SCORES) else None)
     if x == "step":
         row = Lines(y=value, hue=colors, facet=facet, band=band)
     else:

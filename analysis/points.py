@@ -106,6 +106,8 @@ class Points(OfRuns):
             panels.name_lines(canvas, axes)
         else:
             panels.name_points(canvas, axes[0])
+        named = [ax for (*_, x, _), ax in zip(cells, axes, strict=True) if x.names]
+        panels.turn_names(canvas, named)
 
     def plot(self, whole: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
         """One panel."""
@@ -132,7 +134,7 @@ class Points(OfRuns):
             )  # fmt: skip
         ax.set_xlabel(x.name(frame))
         if named:
-            panels.name_places(ax, named.values())
+            ax.set_xticks(range(len(named)), named.values())
             ax.set_xlim(-0.45, max(places, default=0) + 0.45)
         elif x.log:
             panels.number_axis(ax, frame[x.column])

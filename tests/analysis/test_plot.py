@@ -298,6 +298,30 @@ def test_a_warning_about_runs_is_printed_as_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "warning: 1 of 2 runs did not record rms/a\n"
 
 
+@pytest.mark.parametrize("num", [3, 7])
+def test_labels_of_values_are_turned_only_if_they_would_touch(make_run, tmp_path, num):
+    for beta2 in (0.5, 0.8, 0.9, 0.98, 0.99, 0.995, 0.999)[:num]:
+        for optimizer in ("adamw", "adamw_clip"):
+            make_run(num_steps=20, beta2=beta2, optimizer=optimizer)
+    row, frame = plot.make_figure(load_runs(tmp_path / "runs"), x="optimizer.beta2")
+    with style():
+        [ax] = drawn(row, frame)
+        boxes = [text.get_window_extent() for text in ax.get_xticklabels()]
+    assert {text.get_rotation() for text in ax.get_xticklabels()} == {45 if num == 7 else 0}
+    assert num == 7 or all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+def test_a_long_name_of_a_tensor_has_lines_within_the_figure(make_run):
+    name = "vision_model.encoder.layers.23." + "projection_" * 7 + "weight"
+    tables = {"tensors": {"rms": pd.DataFrame({name: np.ones(20)}, range(1, 21))}}
+    run = make_run(num_steps=20, tables=tables)
+    with style():
+        [ax] = drawn(*plot.make_figure(load_runs(run), y=f"rms/{name}"))
+        box = ax.yaxis.label.get_window_extent()
+    assert ax.get_ylabel().replace("\n", "") == f"rms/{name}"
+    assert box.y0 > 0 and box.y1 < ax.figure.bbox.height
+
+
 def chance_lines(ax):
     lines = [c for c in ax.collections if isinstance(c, LineCollection)]
     return [line.get_segments()[0][0][1] for line in lines]
