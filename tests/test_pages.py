@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import yaml
 from omegaconf import OmegaConf
@@ -21,6 +22,7 @@ from experiments.sweep import SweepConfig
 from lowprec.config.compose import CONF, defaults, explain
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
+from lowprec.runs.read import read_rows
 from tests.small import python
 
 ROOT = Path(__file__).parents[1]
@@ -183,62 +185,65 @@ def test_every_flag_listed_is_one_of_open_clip():
 
 
 CASES = {  # in the tables of PERFORMANCE.md: of the lines
-    "open_clip eager": "open_clip eager",
     "open_clip, blocks compiled": "open_clip",
     "ours, 16 bit": "high",
     "SwitchBack int8": "switchback",
-    "SwitchBackM int8": "switchback_m",
     "SwitchBack fp8": "hw_fp8_switchback",
     "LLM.int8()": "llm_int8",
-    "bitsandbytes SwitchBack": "bnb_switchback",
 }
-SHAPES = {
-    "H/14, batch 256, checkpointing": "vit_h14 batch 256, checkpointing",
-    "H/14, batch 256": "vit_h14 batch 256",
-    "H/14, largest batch": "vit_h14 largest batch",
-    "L/14, batch 256": "vit_l14 batch 256",
-    "B/32, batch 1,024": "vit_b32 batch 1024",
-    "`mini_l`, batch 1,024": "mini_l batch 1024",
+LAYERS = {
+    **CASES,
+    "SwitchBackM int8": "switchback_m",
+    "fp8 in blocks (`hw_fp8_blockwise`)": "hw_fp8_blockwise",
+    "tensor-wise fp8 (`hw_fp8_tensorwise`)": "hw_fp8_tensorwise",
+    "torchao, tensor-wise fp8": "torchao_tensorwise",
+    "torchao, row-wise fp8": "torchao_rowwise",
+    "torchao, row-wise fp8, 16-bit weight gradients": "torchao_rowwise_with_gw_hp",
+    "DINOv3's fp8 layer": "dinov3",
+    "bitsandbytes SwitchBack (H100)": "bnb_switchback",
+}
+SHAPES = {  # the line's shape and patch dropout
+    "H/14, batch 256, checkpointing": ("vit_h14 batch 256, checkpointing", 0.5),
+    "H/14, batch 256": ("vit_h14 batch 256", 0.5),
+    "L/14, batch 256": ("vit_l14 batch 256", 0.5),
+    "L/14 without patch dropout": ("vit_l14 batch 256", 0.0),
+    "B/32, batch 1,024": ("vit_b32 batch 1024", 0.5),
 }
 
 
 def test_the_speed_of_layers_is_that_of_the_lines_of_one_run():
-    lines = load_lines(ROOT / "experiments" / "results", "layer")
-    lines = lines[lines["direction"] == "both"]
-    [head] = [row for row in rows("PERFORMANCE.md") if row[0] == "dim"]
-    table = [row for row in rows("PERFORMANCE.md") if row[0].isdigit()]
-    assert len(table) == 5
-    for dim, *cells in table:
-        measured = []
-        for _, run in lines[lines["dim"] == int(dim)].groupby("file"):
-            ms = run.set_index(["case", "mode"])["ms"].to_dict()
-            speed = [
-                [
-                    ms.get(("linear", mode), math.nan) / ms.get((CASES[name], mode), math.nan)
-                    for name in head[1:]
-                ]
-                for mode in ("eager", "graph")
-            ]
-            measured.append(
-                [f"{eager:.2f} / {graph:.2f}" for eager, graph in zip(*speed, strict=True)]
-            )
-        assert cells in measured, dim
+    results = ROOT / "experiments" / "results"
+    older = load_lines(results, "layer")
+    file = older.loc[older["case"] == "bnb_switchback", "file"].max()
+    tables = [older[older["file"] == file], pd.DataFrame(read_rows(results / "layer_hopper.jsonl"))]
+    graphs = [t[(t["mode"] == "graph") & (t["direction"] == "both")] for t in tables]
+    older, lines = (t.set_index(["dim", "case"])["ms"] for t in graphs)
+    table = iter(rows("PERFORMANCE.md"))
+    head = next(row for row in table if row[1:2] == ["768"])
+    body = list(itertools.takewhile(lambda row: row[0] in LAYERS, table))
+    assert len(body) == len(LAYERS) - 2
+    for name, *cells in body:
+        ms = older if "H100" in name else lines
+        for dim, cell in zip(head[1:], cells, strict=True):
+            dim = int(dim.replace(",", ""))
+            ratio = ms[dim, "linear"] / ms.get((dim, LAYERS[name]), math.nan)
+            assert cell == ("-" if math.isnan(ratio) else f"{ratio:.2f}"), (name, dim)
 
 
 @pytest.mark.parametrize(("slug", "unit"), [("model", "ms"), ("step", "images/s")])
 def test_the_speed_of_models_is_that_of_the_newest_lines_beside_compiled_open_clip(slug, unit):
     lines = load_lines(ROOT / "experiments" / "results", slug)
     beside = lines.loc[lines["case"] == "open_clip", ["file", "shape"]].drop_duplicates()
+    at = ["shape", "patch_dropout", "case"]
     lines = lines.merge(beside)
-    lines = lines[lines["ms"].notna()].drop_duplicates(["shape", "case"], keep="last")
-    lines = lines.set_index(["shape", "case"])
+    lines = lines[lines["ms"].notna()].drop_duplicates(at, keep="last").set_index(at)
     table = iter(rows("PERFORMANCE.md"))
     head = next(row for row in table if row[0] == unit)
     body = list(itertools.takewhile(lambda row: row[0] in CASES, table))
     assert len(body) >= 4
     for name, *cells in body:
         for shape, cell in zip(head[1:], cells, strict=True):
-            at = (SHAPES[shape], CASES[name])
+            at = (*SHAPES[shape], CASES[name])
             if at not in lines.index:
                 assert cell == "not measured", at
                 continue
