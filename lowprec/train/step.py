@@ -5,6 +5,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lowprec.config.schema import TORCH_OPTIMIZERS, Config
@@ -107,6 +108,9 @@ class GraphedStep:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Copies a batch to the GPU while the previous step runs, then replays the graph."""
+        model = self.step.task.model
+        if isinstance(model, FSDPModule):  # a replay does not renew what an evaluation gathered
+            model.reshard()
         with on_device(self.device):
             with torch.cuda.stream(self.copies):
                 self.copies.wait_event(self.next_is_free)

@@ -37,7 +37,7 @@ from lowprec.train import state, watchdog
 from lowprec.train.distributed import DistributedRanks, Ranks
 from lowprec.train.metrics import MetricsBuffer
 from lowprec.train.state import whole
-from lowprec.train.step import TrainStep
+from lowprec.train.step import GraphedStep, TrainStep
 from lowprec.train.task import ContrastiveTask
 from tests.train.crash import attempt
 
@@ -97,6 +97,32 @@ def evaluation(folder: Path, rank: int, size: int, *, configs: dict[str, dict], 
         scores = built.evaluation()(built.task.model)
         results = {"scores": scores, "digests": seen, "encoded": encoded}
         (folder / f"{name}.{rank}.json").write_text(json.dumps(results))
+    world.close()
+
+
+def replays(folder: Path, rank: int, size: int, *, raw: dict) -> None:
+    """Saves what an evaluation and a block probe find after replays, and find in a new model."""
+    world, config, found = DistributedRanks("cpu", 60), check(raw), []
+
+    def scores(built: building.Built) -> tuple[torch.Tensor, dict]:
+        batch = next(built.batches_from(1))
+        return built.task.probe(batch), built.evaluation()(built.task.model)
+
+    def change(built: building.Built) -> None:
+        for p in built.task.model.parameters():
+            state.local(p.detach()).mul_(1.25)
+
+    replayed, fresh = (building.build(config, open_data(config), world) for _ in range(2))
+    step = mock.MagicMock(task=replayed.task, frozen=torch.tensor(False))
+    with mock.patch.object(torch, "cuda"):
+        graphed = GraphedStep(step, mock.MagicMock())
+    graphed.graph.replay = functools.partial(change, replayed)
+    for _ in range(2):
+        with mock.patch.object(torch, "cuda"):
+            graphed(mock.MagicMock())
+        change(fresh)
+        found.append(scores(replayed))
+    torch.save((found[-1], scores(fresh)), folder / f"{rank}.pt")
     world.close()
 
 
@@ -252,6 +278,7 @@ JOBS = {
     "gradients": gradients,
     "stochastic_rounding": stochastic_rounding,
     "evaluation": evaluation,
+    "replays": replays,
     "train": train,
     "sharded_steps": sharded_steps,
     "attempt": attempt,

@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+import torch
 
 BATCH = 5  # of the 24 validation samples: five batches, the last of four
 
@@ -44,3 +45,13 @@ def test_every_rank_scores_what_one_process_does_to_the_last_digit(results, kind
 def test_a_rank_encodes_its_share_as_often_as_the_others(results, kind):
     assert [own["encoded"] for own in results[kind, 1]] == [[5, 5, 5, 5, 4]]
     assert [own["encoded"] for own in results[kind, 3]] == [[5, 5], [5, 4], [5, 1]]
+
+
+def test_after_replays_of_a_graph_an_evaluation_gathers_parameters_anew(ranks, make):
+    """FSDP2 keeps those of the root gathered after a forward pass without a backward pass."""
+    raw = make({"distributed.name": "fsdp2", "evaluation.name": "both"})
+    folder = ranks("replays", 2, raw=raw)["folder"]
+    for rank in range(2):
+        (blocks, scores), (expected, expected_scores) = torch.load(folder / f"{rank}.pt")
+        assert torch.equal(blocks.nan_to_num(), expected.nan_to_num())
+        assert scores == expected_scores
