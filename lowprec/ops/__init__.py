@@ -188,7 +188,7 @@ def _quantize_fake(x_MK, format, granularity, rows, transposed):
     return (
         x_MK.new_empty((M, K) if rows else (0,), dtype=dtype),
         x_MK.new_empty((K, M) if transposed else (0,), dtype=dtype),
-        triton_quantize.empty_scale(x_MK, granularity),
+        reference.empty_scale(x_MK, granularity),
     )
 
 

@@ -19,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lowprec.ops.epilogue import gluon_finish, gluon_load_bias, gluon_load_scales
-from lowprec.ops.launch import Launch
-from lowprec.ops.triton_quantize import num_sms
+from lowprec.ops.launch import Launch, num_sms
 
 BLOCK_K = gl.constexpr(128)
 HALF_N = gl.constexpr(128)  # columns multiplied at a time if scales are of tiles

@@ -139,3 +139,29 @@ def _launcher_in_c(runner: Any, compiled: Any, grid: tuple[int, ...]) -> Callabl
         return lambda stream, arguments: launch(*grid, stream, function, *options, *arguments)
     options += (packed, *no_hooks, *no_scratch, runner.arg_annotations, runner.kernel_signature)
     return lambda stream, arguments: launch(*grid, stream, function, *options, arguments)
+
+
+def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
+    """Two power-of-two blocks that cover a row (5,120 = 4,096 + 1,024 idles no lane), and warps."""
+    whole = triton.next_power_of_2(K)
+    block_a = whole if whole == K else max(1, whole // 2)
+    block_b = triton.next_power_of_2(max(1, K - block_a))
+    warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_per_thread))
+    return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
+
+
+def programs_that_sum(M: int, K: int, device: torch.device) -> int:
+    """Number of programs for a kernel whose programs loop over rows and each store partial sums."""
+    return min(M, (8 if K <= 2048 else 4) * num_sms(device))
+
+
+def num_sms(device: torch.device) -> int:
+    """Number of multiprocessors; 1 on a CPU, where the kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """The matrix, copied if the elements of a row are not next to each other."""
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -260,3 +260,16 @@ def _hadamard_matrix(device: torch.device) -> Tensor:
     common = common ^ common >> 2
     parity = (common ^ common >> 1) & 1
     return ((1 - 2 * parity) * signs[:, None]).float() / 4
+
+
+def empty_scale(x_MK: Tensor, granularity: str) -> Tensor:
+    """A float32 scale for `quantize`; 1x128 has contiguous columns, as products read it."""
+    M, K = x_MK.shape
+    shapes = {"rowwise": (M, 1), "columnwise": (1, K), "tensorwise": (1, 1)}
+    if granularity in shapes:
+        return x_MK.new_empty(shapes[granularity], dtype=torch.float32)
+    tile_m, tile_k = map(int, granularity.split("x"))
+    down, across = -(-M // tile_m), -(-K // tile_k)
+    if tile_m == 1:
+        return x_MK.new_empty((across, down), dtype=torch.float32).T
+    return x_MK.new_empty((down, across), dtype=torch.float32)

@@ -9,14 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
-from lowprec.ops.launch import Launch, plan
-from lowprec.ops.triton_quantize import (
-    _bits,
-    _divide,
-    _scale,
-    programs_that_sum,
-    row_blocks,
-)
+from lowprec.ops.launch import Launch, plan, programs_that_sum, row_blocks
+from lowprec.ops.triton_quantize import _bits, _divide, _scale
 
 MAX_FEATURES = 8192  # longer rows would spill registers
 

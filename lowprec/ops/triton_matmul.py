@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lowprec.ops.epilogue import finish, load_bias, load_scales
 from lowprec.ops.gluon_matmul import TALL_TILE, WIDE_TILE, plan_hopper
-from lowprec.ops.launch import ALIGNMENT, Launch, plan
+from lowprec.ops.launch import ALIGNMENT, Launch, num_sms, plan, rows_contiguous
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
-from lowprec.ops.triton_quantize import _rows_contiguous, num_sms
 
 MIN_PART = 2048  # terms of a sum; on an H100, shorter parts are rarely faster
 STEP_BYTES = 3_300_000  # that an H200 moves while all multiprocessors add 128 scaled terms
@@ -122,7 +121,7 @@ def matmul(
     so are scales and a bias that are not contiguous. Raises ValueError for sizes that do not fit.
     """
     M, N, K, has_tiles = sizes_of(a_MK, b_NK, a_scale, b_scale, bias)
-    a_MK, b_NK = _rows_contiguous(a_MK), _rows_contiguous(b_NK)
+    a_MK, b_NK = rows_contiguous(a_MK), rows_contiguous(b_NK)
     is_aligned = (a_MK.data_ptr() | b_NK.data_ptr()) % ALIGNMENT == 0
     bias = None if bias is None else bias.contiguous()
     if M * N == 0:

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
-from lowprec.ops.launch import Launch, plan
+from lowprec.ops.launch import (
+    Launch,
+    num_sms,
+    plan,
+    programs_that_sum,
+    row_blocks,
+    rows_contiguous,
+)
+from lowprec.ops.reference import empty_scale
 from lowprec.ops.triton_transpose import transpose_bytes, transposed_copy
 
 MAX_FEATURES = 16384  # of rows, which one program keeps in registers
@@ -234,7 +242,7 @@ def _quantize_128x1_kernel(
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Row-wise: q_MK and scale [M, 1]; K <= `MAX_FEATURES`."""
-    x_MK = _rows_contiguous(x_MK)
+    x_MK = rows_contiguous(x_MK)
     M, K = x_MK.shape
     q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
     scale = torch.empty(M, 1, dtype=torch.float32, device=x_MK.device)
@@ -252,7 +260,7 @@ def _plan_rows(device, dtype, M: int, K: int, stride_m: int, format: Format) -> 
 
 def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
     """Row-wise: q_MK, scale [M, 1], column sums [K] from partial sums; K <= `MAX_FEATURES`."""
-    x_MK = _rows_contiguous(x_MK)
+    x_MK = rows_contiguous(x_MK)
     M, K = x_MK.shape
     device = x_MK.device
     q_MK = torch.empty_like(x_MK, dtype=format.dtype, memory_format=torch.contiguous_format)
@@ -288,28 +296,15 @@ def quantize(
     is_scrambled = is_fp8 and x_MK.dtype == torch.float32
     fills_words = is_fp8 and not is_scrambled and x_MK.shape[0] % 4 == 0
     if granularity == "128x1" and not rows and fills_words:
-        return None, *_quantize_128x1(_rows_contiguous(x_MK), format)
+        return None, *_quantize_128x1(rows_contiguous(x_MK), format)
     if transposed and (is_scaled_by_tile or is_scrambled):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
         return q_MK if rows else None, q_KM, scale
-    x_MK = _rows_contiguous(x_MK)
+    x_MK = rows_contiguous(x_MK)
     if is_scaled_by_tile:
         return _quantize_by_tile(x_MK, format, granularity)
     return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
-
-
-def empty_scale(x_MK: Tensor, granularity: str) -> Tensor:
-    """A float32 scale for `quantize`; 1x128 has contiguous columns, as products read it."""
-    M, K = x_MK.shape
-    shapes = {"rowwise": (M, 1), "columnwise": (1, K), "tensorwise": (1, 1)}
-    if granularity in shapes:
-        return x_MK.new_empty(shapes[granularity], dtype=torch.float32)
-    tile_m, tile_k = map(int, granularity.split("x"))
-    down, across = -(-M // tile_m), -(-K // tile_k)
-    if tile_m == 1:
-        return x_MK.new_empty((across, down), dtype=torch.float32).T
-    return x_MK.new_empty((down, across), dtype=torch.float32)
 
 
 def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
@@ -401,28 +396,3 @@ def _plan_tiles(
     }
     grid = (triton.cdiv(M, block), triton.cdiv(K, block))
     return Launch(_quantize_tiles_kernel, grid, (M, K, stride_m, parts), **constants)
-
-
-def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
-    """Two power-of-two blocks that cover a row (5,120 = 4,096 + 1,024 idles no lane), and warps."""
-    whole = triton.next_power_of_2(K)
-    block_a = whole if whole == K else max(1, whole // 2)
-    block_b = triton.next_power_of_2(max(1, K - block_a))
-    warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_per_thread))
-    return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
-
-
-def programs_that_sum(M: int, K: int, device: torch.device) -> int:
-    """Number of programs for a kernel whose programs loop over rows and each store partial sums."""
-    return min(M, (8 if K <= 2048 else 4) * num_sms(device))
-
-
-def num_sms(device: torch.device) -> int:
-    """Number of multiprocessors; 1 on a CPU, where the kernels are interpreted."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
