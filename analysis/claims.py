@@ -34,20 +34,6 @@ from analysis.spike_judges import Cause
 from lowprec.runs import durable
 
 VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
-STATEMENTS = {
-    "C1": "SwitchBack int8 matches bf16 and beats LLM.int8()",
-    "C2": "LLM.int8() loses accuracy, more in larger models",
-    "C3": "fp8 with one scale per tensor fails, SwitchBack fp8 matches bf16",
-    "C4": "zero-init layer-scale rescues that fp8; clipping and KQ norm do not",
-    "C5": "features grow with depth and training; zero-init stops it",
-    "C6": "the weight gradient is the product that needs 16 bits",
-    "C7": "SwitchBack int8 saves 13% to 25% of the time",
-    "C8": "LLM.int8() saves no time",
-    "C9": "loss spikes grow with model, batch, learning rate and beta2",
-    "C10": "a loss spike follows an RMS spike by 1 to 8 steps",
-    "C11": "StableAdamW removes spikes and beats clipping; a lower beta2 removes them at a cost",
-    "C12": "a dynamic loss scale falls at spikes; a fixed one is safe",
-}
 NEEDED = {  # at true size, for claims without a run
     "C4": "needs a run in which that fp8 fails",
     **dict.fromkeys(("C9", "C10", "C11"), "needs 30 runs of ViT-L/14"),
@@ -361,7 +347,7 @@ def judge(claim: Claim, records: Evidence) -> Finding:
 def summary(rows: list[tuple[Claim, Finding]]) -> str:
     """Returns a table in Markdown with a row for each of C1 to C12, and a column for each size."""
     lines = ["| | the paper's claim | true size | mini |", "|---|---|---|---|"]
-    for number, statement in STATEMENTS.items():
+    for number, statement in paper.STATEMENTS.items():
         large, mini = {}, {}  # verdicts by what they decide
         for claim, finding in rows:
             if claim.number == number and claim.short:

@@ -8,6 +8,20 @@ draft.
 
 import pandas as pd
 
+STATEMENTS = {  # its claims
+    "C1": "SwitchBack int8 matches bf16 and beats LLM.int8()",
+    "C2": "LLM.int8() loses accuracy, more in larger models",
+    "C3": "fp8 with one scale per tensor fails, SwitchBack fp8 matches bf16",
+    "C4": "zero-init layer-scale rescues that fp8; clipping and KQ norm do not",
+    "C5": "features grow with depth and training; zero-init stops it",
+    "C6": "the weight gradient is the product that needs 16 bits",
+    "C7": "SwitchBack int8 saves 13% to 25% of the time",
+    "C8": "LLM.int8() saves no time",
+    "C9": "loss spikes grow with model, batch, learning rate and beta2",
+    "C10": "a loss spike follows an RMS spike by 1 to 8 steps",
+    "C11": "StableAdamW removes spikes and beats clipping; a lower beta2 removes them at a cost",
+    "C12": "a dynamic loss scale falls at spikes; a fixed one is safe",
+}
 BLOCK = "visual.transformer.resblocks.{}"
 BLOCKS, DEPTH = (0, 10, 20, 30), 32  # the blocks that its figures show, of ViT-H/14's
 SOURCE = "paper, A100"
