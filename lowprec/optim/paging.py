@@ -70,10 +70,18 @@ def available_bytes(device: torch.device) -> int:
     return int((1 - SPARE) * usable) - torch.cuda.max_memory_allocated(device)
 
 
+def forget_peak(device: torch.device) -> None:
+    """Counts the largest step from now on; an earlier run of the process may have had larger."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def wait_for_states(optimizer: torch.optim.Optimizer) -> None:
     """Waits for the GPU, which may still write paged states that the host is to read or free."""
     if optimizer.paged and torch.cuda.is_available():
-        torch.cuda.synchronize(optimizer.param_groups[0]["params"][0].device)
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        for device in {p.device for p in params if p.is_cuda}:  # none if moved to the host
+            torch.cuda.synchronize(device)
 
 
 def tensors_of(state: dict) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lowprec.data.loader import Batch
+from lowprec.optim.paging import forget_peak
 from lowprec.optim.schedules import learning_rate, set_learning_rate
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import Record
@@ -103,6 +104,7 @@ def train(
     metrics = MetricsBuffer(built, record, logger or Logger(), progress.flushed)
     metrics.require_record(first - 1)
     stop = stop or StopRequest()
+    forget_peak(built.device)
     with (
         contextlib.closing(Stepper(built)) as take_step,
         contextlib.closing(built.batches_from(first)) as batches,

@@ -12,6 +12,7 @@ from lowprec.optim import StableAdamW, fused, paging
 from lowprec.optim.adamw_update import Tensors
 from lowprec.optim.state import TENSORS
 from lowprec.runs.read import scan_rows
+from lowprec.train import loop
 from tests.optim.optimizers import HALF, RULE, assert_equal, make_groups, params_of, take
 from tests.same import contents, differing, recorded
 
@@ -133,6 +134,28 @@ def test_moments_may_take_what_the_largest_step_leaves(monkeypatch, fraction, ex
     monkeypatch.setattr(torch, "cuda", cuda)
     assert paging.available_bytes(torch.device("cuda")) == int(expected * 2**30)
     assert calls == ["empty", "read"]
+
+
+def test_only_a_gpu_is_waited_for(monkeypatch):
+    """None is left once `model.cpu()` has moved the parameters; the first group may be empty."""
+    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail(f"{device}"))
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = StableAdamW([{"params": []}, {"params": [p]}], paged=True)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_run_counts_its_own_largest_step(make_config, run_once, tmp_path, monkeypatch):
+    """Another run of its process may have had a larger one."""
+    reset, begun, cuda = [], [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    for device in (torch.device("cpu"), cuda):
+        paging.forget_peak(device)
+    assert reset == [cuda]
+    monkeypatch.setattr(loop, "forget_peak", begun.append)
+    _, built = run_once(make_config({"num_steps": 1}), tmp_path)
+    assert begun == [built.device]
 
 
 def test_what_cannot_be_paged_is_refused(device, available, monkeypatch):
