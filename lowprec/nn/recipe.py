@@ -233,11 +233,12 @@ GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without laun
     "llm_int8": 1280,
     "hw_fp8_tensorwise": 1280,
     "hw_fp8_switchback": 768,
+    "hw_fp8_blockwise": 1280,
 }
 
 
 def gains_speed(recipe: Recipe, in_features: int, out_features: int) -> bool:
-    """Whether a layer of this shape is faster than nn.Linear on an H100; fake-quantized: never.
+    """Whether a layer of this shape is faster than nn.Linear on Hopper; fake-quantized: never.
 
     Measured for dim to 4 dim and back, from dim 768, as CUDA graphs: experiments/PERFORMANCE.md.
     """
