@@ -66,8 +66,8 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             float64, not contiguous, smaller than `min_8bit_size` elements or, by name or module, in
             `override_32bit` keep their moments. ValueError if a parameter is sharded.
         paged: keeps states that do not fit on the GPU in page-locked memory of the host (`paging`),
-            from the first step on. Updates are equal to the bit. To read `state`, synchronize the
-            GPU first. ValueError if kernels cannot run or a parameter is sharded.
+            from the first step on. Updates are equal to the bit. Synchronize the GPU before `state`
+            is read or freed. ValueError if kernels cannot run or a parameter is sharded.
         skip: which tensors a gradient with a non-finite norm leaves unchanged: all of them
             ("step") or only its own ("tensor"). A torch.amp.GradScaler skips whole steps in either
             case, and calls `step()` then only if `fused=True`: otherwise, the attributes below
