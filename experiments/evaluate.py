@@ -94,7 +94,6 @@ def evaluated(
     checkpoint = find_checkpoint(run)
     trained = trained.at_step(step_of(checkpoint))  # its other recipe may not run here
     trained.precision.autocast = config.precision.autocast or trained.precision.autocast
-    trained.optimizer.paged = False  # it takes no step, perhaps on a CPU
     built = build(trained, open_data(trained, training=False))
     built.state.load(checkpoint, model_only=True)
     evaluation = built.evaluation()

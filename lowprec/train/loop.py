@@ -56,6 +56,7 @@ class Stepper:
         self._change = built.config.precision_change.step  # None: no change is to come
         self.frozen = self._train_step.frozen
         built.task.model.train()
+        forget_peak(built.device)
 
     def __call__(self, step: int, batch: Batch) -> dict[str, Tensor | float]:
         """Returns the step's values on the device and its learning rate, "lr", on the host."""
@@ -104,7 +105,6 @@ def train(
     metrics = MetricsBuffer(built, record, logger or Logger(), progress.flushed)
     metrics.require_record(first - 1)
     stop = stop or StopRequest()
-    forget_peak(built.device)
     with (
         contextlib.closing(Stepper(built)) as take_step,
         contextlib.closing(built.batches_from(first)) as batches,
