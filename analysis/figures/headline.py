@@ -22,8 +22,8 @@ from analysis.points import HEIGHT, REST, Rows
 from analysis.size_judges import MARGIN
 
 RECIPES = {name: naming.precision(name).removeprefix("hardware ") for name in MAIN}
-ASIDE = marks.slots(RECIPES, 0.6)  # of the distance of two rates
-DISTANCE, PAPER_RATE, TICKS = 1.5, 2e-3, (5e-4, 1e-3, 2e-3)
+ASIDE = marks.slots(RECIPES, 0.4)  # of the distance of two rates
+DISTANCE, PAPER_RATE = 1.5, 2e-3
 IN_PAPER = {"vit_b14": "vit_b32", "vit_l14": "vit_l14", "vit_h14": "vit_h14"}  # by ours
 GRAY = "#A6A6A6"
 
@@ -48,13 +48,11 @@ class Headline(Rows):
 
 def draw_rates(ax: Axes, title: str, part: pd.DataFrame) -> None:
     """The validation loss of a model by learning rate, a line for each recipe."""
-    ax.set_xscale("log")
     for recipe, own in part.groupby("recipe", sort=False):
         at = {lr: lr * DISTANCE ** ASIDE[recipe] for lr in part["lr"]}
         marks.draw_runs(ax, own["lr"].map(at), own["validation_loss"], every=at.values(),
                         color=style.color(recipe, ""), label=RECIPES[recipe])  # fmt: skip
-    ax.set_xticks(TICKS, map(naming.number, TICKS))
-    ax.minorticks_off()
+    panels.number_axis(ax, part["lr"])
     panels.value_axis(ax, log=True)
     ax.set(xlabel="learning rate", title=title, ylim=(None, 2 * ax.get_ylim()[1]))
     panels.name_values(ax, "validation loss (nats)", "y")
@@ -65,7 +63,7 @@ def draw_rates(ax: Axes, title: str, part: pd.DataFrame) -> None:
 
 def draw_paper(ax: Axes, parts: list[pd.DataFrame]) -> None:
     """Gray squares at the paper's accuracies relative to bf16, in the rows of its recipes."""
-    texts = {0: "gray: the paper"}
+    texts = {0: "gray: the paper,\non ImageNet"}
     for row, part in enumerate(parts):
         if part.empty or (model := IN_PAPER.get(part["model"].iloc[0])) is None:
             continue

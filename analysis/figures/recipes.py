@@ -98,7 +98,8 @@ def best_rate(frame: pd.DataFrame) -> str:
     losses = in_bf16(frame).groupby("lr")["validation_loss"].mean()
     text = f"bf16 ends lowest at {naming.number(losses.idxmin())}"
     if found := degraded(frame):
-        text += f"; from {naming.number(found[0])} on, no recipe comes near that loss"
+        rate = naming.number(found[0])
+        text += f"; from {rate} on, no recipe ends within {TRAINS:g} nats of that"
     return text
 
 

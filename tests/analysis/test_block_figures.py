@@ -90,7 +90,7 @@ def test_losses_by_rate_join_the_runs_of_other_studies_at_their_rate(plant, quer
     )
     assert right.get_xlim()[1] < 2.5 and len(right.patches) == 1  # those rates are left only
     assert rate_map.title(frame) == (
-        "bf16 ends lowest at 2.5e-4; from 1e-3 on, no recipe comes near that loss"
+        "bf16 ends lowest at 2.5e-4; from 1e-3 on, no recipe ends within 0.1 nats of that"
     )
     [llm_int8] = [line for line in right.lines if line.get_label() == "LLM.int8()"]
     np.testing.assert_allclose(llm_int8.get_ydata(), [5, np.nan, 5, np.nan])  # gaps
@@ -143,7 +143,7 @@ def test_the_headline_counts_the_best_rate_of_the_most_recipes(plant, tmp_path):
     np.testing.assert_allclose(in_paper, [(-0.6, 3), (-6.1, 4)])
     assert [text.get_text() for text in recalls.texts] == [
         "bf16",
-        "gray: the paper",
+        "gray: the paper,\non ImageNet",
         "paper: diverges",
     ]
 
