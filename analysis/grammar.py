@@ -258,8 +258,8 @@ class Lines(Figure):
             title += f", {comparison.counted(panel['run'].nunique(), 'run')}"
             count = comparison.counted(panel["height"].count(), "spike")
             large = (panel["height"] > spike_marks.LARGE).sum()
-            title += f"\n{count} \N{WHITE DOWN-POINTING TRIANGLE}, {large} over "
-            title += f"{spike_marks.LARGE:g} nat \N{BLACK DOWN-POINTING TRIANGLE}"
+            title += f"\n{count}, {large} over {spike_marks.LARGE:g} nat "
+            title += "\N{BLACK DOWN-POINTING TRIANGLE}"
         return title
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:

@@ -40,7 +40,7 @@ def draw_runs(
     mean = values.groupby(at).mean().dropna()
     if median:
         middle = values.groupby(at).median()
-        ax.plot(middle.index, middle, "_", color=color, ms=10, mew=2, zorder=2.1)
+        ax.plot(middle.index, middle, "_", color=color, ms=6, mew=2, zorder=2.1)
     elif means:
         ax.plot(mean.index, mean, "o", color=color, ms=4, mec="white", mew=0.6, zorder=2.1)
         mean = mean.reindex(sorted({*mean.index, *every}))
@@ -124,6 +124,12 @@ def note_none(ax: Axes, row: int) -> None:
     """Writes in a row that there is nothing to show."""
     ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
                 fontsize=6.5, va="center")  # fmt: skip
+
+
+def note_none_at(ax: Axes, place: float) -> None:
+    """Writes at a place of the x axis that there is nothing to show."""
+    ax.text(place, LOW, "none", transform=ax.get_xaxis_transform(), color=style.OTHER,
+            fontsize=6.5, ha="center", va="center")  # fmt: skip
 
 
 def note_row(ax: Axes, row: int, note: str) -> None:

@@ -141,6 +141,9 @@ class Points(OfRuns):
         panels.value_axis(ax, is_log)
         if y.least:
             marks.mark_below(ax, places + slots, values, y.least)
+        if y.median:
+            for place in {*range(len(named))} - {*places}:
+                marks.note_none_at(ax, place)
         if y.reference is not None:
             marks.draw_reference(ax, y.reference, y.equal, "y")
             marks.name_band(ax, y.reference, y.equal)

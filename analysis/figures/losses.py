@@ -16,7 +16,7 @@ SWEEPS = {  # of spikes: the config key, the figure that it follows, and what a 
     "size": ("model.name", "figure 6", "in larger models"),
     "batch": ("batch_size", "figure 7", "in larger batches"),
     "lr": ("optimizer.lr", "figure 8", "at higher learning rates"),
-    "precision": ("precision.label", "figures 6 to 8", "by precision"),
+    "precision": ("precision.label", "figures 6 to 8", "in {}"),
 }
 DASHES = (0, (5, 1.2))
 
@@ -128,10 +128,11 @@ def alike_at_the_end(frame: pd.DataFrame) -> str:
 
 
 def more_spikes(setting: str, words: str, frame: pd.DataFrame) -> str:
-    """The title of a sweep: how the number of large spikes grows with a setting."""
+    """The title of a sweep: how the number of large spikes grows with a setting, or in each."""
     groups = frame.groupby(measures.RENAMED.get(setting, setting), sort=False)
     large = groups["height"].agg(lambda heights: (heights > spike_marks.LARGE).sum())
     is_more = (large.diff().dropna() > 0).all() and setting != "precision.label" and len(large) > 1
+    words = words.format(naming.join(naming.setting(setting, value) for value in large.index))
     return f"{'More l' if is_more else 'L'}oss spikes over 1 nat {words}: {naming.join(large)}"
 
 

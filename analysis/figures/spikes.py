@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import measures, naming, panels, spike_marks, style
+from analysis.evidence import Sample
 from analysis.figures.scores import values_of
 from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
@@ -90,15 +91,19 @@ def highest(runs: Runs) -> pd.DataFrame:
 
 
 def with_kq_norm(frame: pd.DataFrame) -> str:
-    """The title of `kq_norm`: at which beta2 the mean highest spike is lower or higher with it."""
-    means = frame.groupby(["beta2", "intervention"])["highest"].mean().unstack().dropna()
-    if not {"none", "kq_norm"} <= {*means}:
+    """The title of `kq_norm`: at which beta2 it changes the highest spike, by pairs of seeds."""
+    pairs = frame.pivot_table("highest", ["beta2", "seed"], "intervention").dropna()
+    if not {"none", "kq_norm"} <= {*pairs}:
         return ""
-    is_lower = means["kq_norm"] < means["none"]
-    parts = {"lower": means.index[is_lower], "higher": means.index[~is_lower]}
-    texts = [f"{word} at {naming.join(at)}" for word, at in parts.items() if len(at)]
+    by_beta2 = (pairs["kq_norm"] - pairs["none"]).groupby(level="beta2")
+    samples = {beta2: Sample.of(change) for beta2, change in by_beta2}
+    parts = {"lower": [at for at, sample in samples.items() if sample.high < 0],
+             "higher": [at for at, sample in samples.items() if sample.low > 0]}  # fmt: skip
+    texts = [f"{word} at {naming.join(at)}" for word, at in parts.items() if at]
+    if not texts:
+        return "KQ layer norm is not shown to change the highest loss spike"
     where = ", ".join(texts).replace(" at ", " at beta2 ", 1)
-    return f"With KQ layer norm, the mean highest loss spike is {where}"
+    return f"With KQ layer norm, the highest loss spike is {where}"
 
 
 AROUND = 100  # steps shown on either side: 2,850 to 3,050 in the paper

@@ -185,7 +185,9 @@ def test_the_scatter_of_rounding_is_told_beside_that_of_seeds_within_recipes(eva
 COST = "LLM.int8() ends lowest: mean R@1 is 3.0 points below bf16's"
 LOWEST = "At beta2 0.99, AdamW has the highest loss spikes and the lowest R@1: 3%, Muon 30%"
 ALIKE = "With beta2 constant or scheduled, the loss ends at"
-LARGE = "oss spikes over 1 nat at higher learning rates: "
+SPIKES = "oss spikes over 1 nat"
+LARGE = f"{SPIKES} at higher learning rates: "
+IN_EACH = f"L{SPIKES} in bf16, LLM.int8() and SwitchBack int8"
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,7 @@ LARGE = "oss spikes over 1 nat at higher learning rates: "
         ("accuracy_vs_size", (np.nan, 71, 73.5), ""),
         ("spikes_vs_lr", (0.5, 1.5, 0), f"L{LARGE}0, 1 and 0"),
         ("spikes_vs_lr", (0.5, np.nan, 3), f"L{LARGE}0, 0 and 1"),
+        ("spikes_vs_precision", (0.5, 1.5, 2), f"{IN_EACH}: 0, 1 and 1"),
         ("beta2_schedule", (3, 0.5, 2), f"{ALIKE} 0.5 to 3.0, after 1, 1 and 1 spikes"),
         ("spike_heights", (3, 0.5, 2), LOWEST),
         ("spike_heights", (0.5, 3, 2), ""),
@@ -217,11 +220,17 @@ def test_titles_compare_means_of_formats_heights_with_kq_norm_and_widths():
     lowest = "LLM.int8() has the lowest mean R@1"
     assert title(frame.assign(recall=[74, 71, 72])) == f"{lowest}, below 1 recipe with fewer bits"
     assert title(frame.assign(recall=[74, 72, 71])) == lowest.replace("LLM.int8()", "MXFP4")
-    frame = pd.DataFrame({"intervention": ["none", "kq_norm"] * 2, "beta2": [0.9, 0.9, 0.99, 0.99]})
-    title = FIGURES["kq_norm"].title
-    lower = "With KQ layer norm, the mean highest loss spike is lower at beta2 0.9"
-    assert title(frame.assign(highest=[2, 1, 9, 10])) == f"{lower}, higher at 0.99"
-    assert title(frame.assign(highest=[2, 1, 10, 9])) == f"{lower} and 0.99"
+    title, lower = FIGURES["kq_norm"].title, "With KQ layer norm, the highest loss spike is lower"
+    names = {"beta2": [0.9, 0.99], "seed": [0, 1], "intervention": ["none", "kq_norm"]}
+    frame = pd.MultiIndex.from_product(names.values(), names=names).to_frame(index=False)
+    changes = {  # by seed at 0.9, then at 0.99
+        (-1, -1.1, 1, 1.1): f"{lower} at beta2 0.9, higher at 0.99",
+        (-1, -1.1, -1, -1.1): f"{lower} at beta2 0.9 and 0.99",
+        (-1, 0.5, -1, 0.9): "KQ layer norm is not shown to change the highest loss spike",
+    }
+    for change, words in changes.items():
+        heights = np.ravel([(5, 5 + value) for value in change])
+        assert title(frame.assign(highest=heights)) == words
     frame = pd.DataFrame({"source": ["H100", "H100", paper.SOURCE], "dim": [4096, 768, 512]})
     assert FIGURES["quantize_share"].title(frame.assign(value=[8.2, 28.7, 40])) == (
         "Quantizing takes 29% of SwitchBack's time at width 768, 8% at 4,096"

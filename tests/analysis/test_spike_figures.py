@@ -90,7 +90,7 @@ def test_loss_spikes_have_triangles_over_their_peaks_and_are_counted(plant, quer
     [steps, peaks] = np.transpose([line.get_xydata()[0] for line in marks])
     assert steps.tolist() == frame.loc[frame["height"].notna(), "step"].tolist()
     assert (peaks > 3).all() and {line.get_mfc() for line in marks} == {"black"}
-    assert ax.get_title().endswith("2 spikes ▽, 2 over 1 nat ▼")
+    assert ax.get_title().endswith("2 spikes, 2 over 1 nat ▼")
 
 
 def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
@@ -101,6 +101,15 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
     assert spike_marks.protocol_of_run(head | thresholds) == Protocol(window=50, loss_sigmas=4)
     none = head | {"diagnostics.spikes.protocol": "none"}
     assert spike_marks.protocol_of_run(none) == Protocol()
+
+
+def test_a_beta2_without_loss_spikes_says_so(plant, query):
+    for beta2, bumps in ((0.8, {}), (0.99, {400: 3})):
+        columns = dict.fromkeys(RECALL, np.full(STEPS, 0.3))
+        plant(bumps, beta2=beta2, columns=columns, experiment="stability")
+    left, right = drawn(spike_heights, query(spike_heights))
+    at = [(text.get_text(), text.get_position()[0]) for text in left.texts]
+    assert at == [("none", 0)] and "none" not in [text.get_text() for text in right.texts]
 
 
 @pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
