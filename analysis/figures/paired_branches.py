@@ -152,7 +152,7 @@ def undecided(frame: pd.DataFrame) -> str:
     """The title of `branches`, if all recipes are undecided."""
     if {*frame["outcome"]} - {""} != {UNDECIDED}:
         return ""
-    return "No recipe is shown to differ from bf16 from both states, or to equal it"
+    return "From both states, no recipe is shown to differ from bf16 or to equal it"
 
 
 FIGURES = {

@@ -177,7 +177,7 @@ def test_steps_survive_compaction_and_a_figure_shows_each_replay(run, tmp_path):
     recipes = ["bf16", "SwitchBack int8", "LLM.int8()", books]
     assert names == ["from step 10", *recipes, "from step 110", *recipes]
     assert [text.get_text() for text in ax.texts] == ["within 3% of bf16"]
-    title = "No recipe is shown to differ from bf16 from both states, or to equal it"
+    title = "From both states, no recipe is shown to differ from bf16 or to equal it"
     assert branches.title(frame.assign(outcome="undecided")) == title
     assert branches.title(frame) == ""  # some differ
     shown = sorted(len(at) for at in points(ax, "o") if at)
