@@ -136,7 +136,7 @@ class Layers(list[Layer]):
         if layer.recipe == "high":
             return "16 bit"
         is_known = layer.recipe in GAINS_FROM
-        reason = "faster at this size on an H100" if is_known else "no known gain in 8 bits"
+        reason = "faster at this size on Hopper" if is_known else "no known gain in 8 bits"
         return f"16 bit, {reason}; skip_slow=False converts them"
 
     def _describe(self, container: str | None) -> str:

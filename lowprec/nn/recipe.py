@@ -230,7 +230,7 @@ GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without laun
     "switchback": 768,
     "switchback_m": 768,
     "switchback_q": 768,
-    "llm_int8": 1280,
+    "llm_int8": 1024,
     "hw_fp8_tensorwise": 1280,
     "hw_fp8_switchback": 768,
     "hw_fp8_blockwise": 1280,
