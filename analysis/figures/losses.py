@@ -93,11 +93,14 @@ def final_losses(frame: pd.DataFrame, by: list[str]) -> pd.Series:
 
 
 def compare_ends(frame: pd.DataFrame) -> str:
-    """The title of `loss_curves`: whether the ranges over seeds of two recipes overlap."""
+    """The title of `loss_curves`: whether the ranges over seeds of two recipes overlap.
+
+    Empty if runs of a recipe differ in more than the seed.
+    """
     ends = final_losses(frame, ["model", "optimizer", "precision"])
     spans = ends.groupby(level=[0, 1, 2], sort=False).agg(["min", "max", "size"])
     names = spans.index.unique("precision")
-    if len(names) == 2 and (spans["size"] > 1).all():
+    if len(names) == 2 and (spans["size"] > 1).all() and not frame["variant"].any():
         spans = spans.unstack()
         overlap = spans["min"].max(axis=1) <= spans["max"].min(axis=1)
         pair = " and ".join(map(naming.precision, names))

@@ -1,5 +1,6 @@
 """Tests the figures of runs: what their frames hold and what is drawn and named."""
 
+import itertools
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ from analysis.figures import (
     FIGURES,
     formats,
     loss_curves,
+    losses,
 )
 from analysis.figures.scores import largest_features
 from analysis.measures import RECALL, VALIDATION_LOSS
@@ -31,6 +33,16 @@ def test_a_diverged_run_ends_in_a_cross_and_does_not_stretch_the_axis(make_run, 
     assert top == pytest.approx(1.05 * frame.loc[frame["state"] == "finished", "loss"].max())
     caption = loss_curves.caption(frame)
     assert "diverged at step 120" in caption and "Triangles" not in caption
+
+
+@pytest.mark.parametrize("key", ["seed", "lr"])
+def test_losses_overlap_across_seeds_and_not_across_other_settings(make_run, query, key):
+    for recipe, value in itertools.product(["high", "switchback"], [1, 2]):
+        make_run(recipe=recipe, num_steps=40, **{key: value})
+    title = losses.compare_ends(query(loss_curves))
+    assert title == (
+        "The losses of bf16 and SwitchBack int8 overlap across seeds" * (key == "seed")
+    )
 
 
 @pytest.mark.parametrize(
