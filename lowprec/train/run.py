@@ -155,6 +155,8 @@ def _attempt(
     built = world.together(lambda: build_objects(config, data, world))
     if is_slow(config, built.device):
         print("note: this CPU has no bf16 instructions: precision=fp32 is several times as fast")
+    if config.distributed.name != "none" and world.size == 1:
+        print(f"note: distributed={config.distributed.name}: one process; torchrun starts several")
     texts = [emulated(config.precision_at(s), built.device) for s in (1, config.num_steps)]
     for text in filter(None, dict.fromkeys(texts)):
         print(f"note: {text}")

@@ -125,6 +125,15 @@ def test_batch_norm_in_several_processes_is_refused(make_config):
         parallelize(torch.nn.BatchNorm1d(3), config, SimpleNamespace(size=2, rank=0))
 
 
+@pytest.mark.parametrize("kind", ["none", "fsdp2"])
+def test_a_run_says_that_no_other_process_was_started(make_config, capsys, kind):
+    train_run(make_config({"distributed.name": kind, "num_steps": 1}))
+    said = (
+        "note: distributed=fsdp2: one process; torchrun starts several" in capsys.readouterr().out
+    )
+    assert said == (kind == "fsdp2")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named_before_data_are_opened_and_leaves_no_run(make_config, monkeypatch):
     monkeypatch.setattr("lowprec.train.run.open_data", None)
