@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import fnmatch
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,7 +61,8 @@ def nearest_path(path: str | Path) -> str:
         names = sorted(os.listdir(folder))
     missing, *rest = path.relative_to(folder).parts
     for name in (missing.partition("*")[0], missing):
-        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+        if near := fnmatch.filter(names, name) or close:
             match = folder / near[0]
             has_tars = path.suffix == ".tar" and any(match.glob("*.tar"))
             return f"; nearest: {match / '*.tar' if has_tars else match}"

@@ -28,7 +28,7 @@ for module in {modules}:
     importlib.import_module(module)
     assert "torch" not in sys.modules, module
 for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
-    for path in ("nano-1", "x/y"):
+    for path in ("nano-1", "nano-*", "x/y"):
         sys.argv[1:] = f"{{keys}}{tmp_path}/{{path}}".split()
         try:
             runpy.run_module(f"experiments.{{entry}}", run_name="__main__", alter_sys=True)
@@ -38,9 +38,9 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
 """
     (tmp_path / "nano-0").mkdir()
     done = python("-c", code)
-    assert done.returncode == 0 and done.stdout == "status 2\n" * 4, done.stderr
-    for hint in (f"nearest: {tmp_path}/nano-0", "has no similar name"):
-        assert done.stderr.count(hint) == 2, done.stderr
+    assert done.returncode == 0 and done.stdout == "status 2\n" * 6, done.stderr
+    for hint, num in ((f"nearest: {tmp_path}/nano-0", 4), ("has no similar name", 2)):
+        assert done.stderr.count(hint) == num, done.stderr
 
 
 def test_training_leaves_out_what_open_clip_imports_for_models_that_are_refused(tmp_path):
