@@ -71,7 +71,9 @@ class Runs:
         if not matches.any():
             query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
             others = _experiments(self.summaries)
-            raise NoRunsError(f"{self.root}: no runs with {query}; there are {others}; {to_make}")
+            raise NoRunsError(
+                f"{self.root}: no runs with {query}; the runs are of {others}; {to_make}"
+            )
         return self.where(matches)
 
     @cached_property
@@ -201,7 +203,7 @@ def planned(study: str) -> pd.DataFrame:
 
 
 def _experiments(summaries: pd.DataFrame) -> str:
-    """`loss_curves (demo, paper), fp8_fixes (mini), (no experiment)`."""
+    """`loss_curves (demo, paper), fp8_fixes (mini), no experiment`."""
     scales = summaries["scale"].fillna("unknown scale").groupby(summaries["experiment"]).unique()
     texts = [f"{name} ({', '.join(sorted(each))})" for name, each in scales.items()]
-    return ", ".join(texts + ["(no experiment)"] * summaries["experiment"].hasnans)
+    return ", ".join(texts + ["no experiment"] * summaries["experiment"].hasnans)

@@ -158,7 +158,7 @@ def why_unrecorded(series: Series, protocol: Protocol, tensor: str) -> str:
 def coinciding_note(num: int) -> str:
     """A sentence on loss spikes at the very step of an RMS spike, or ""."""
     cause = "which therefore cannot be the cause; both may have another cause, such as the batch."
-    return f"{num} coincide with an RMS spike, {cause}" if num else ""
+    return f"{num} coincide{'s' * (num == 1)} with an RMS spike, {cause}" if num else ""
 
 
 def num_coinciding(spikes: pd.DataFrame, rms: np.ndarray, protocol: Protocol) -> int:

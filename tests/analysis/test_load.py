@@ -137,7 +137,7 @@ def test_unmatched_runs_error_names_what_exists(make_run, tmp_path):
     make_run(num_steps=20)
     make_run(num_steps=20, scale="mini")
     assert len(load_runs(tmp_path / "runs", scale="mini")) == 1
-    with pytest.raises(NoRunsError, match=r"there are loss_curves \(demo, mini\)"):
+    with pytest.raises(NoRunsError, match=r"the runs are of loss_curves \(demo, mini\)"):
         load_runs(tmp_path / "runs", experiment="fp8_fixes")
 
 

@@ -271,7 +271,7 @@ def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     assert page.data["labels"] == ["mlp"] and "unknown, " not in page.section("RMSt of")
     section = Page(make_page(load_runs(watched), "0.weight")).section("Loss spikes")
     assert "0 of 1 begin 1 to 8 steps after an RMS spike of 0.weight" in section
-    assert "1 coincide with an RMS spike, which therefore cannot be the cause" in section
+    assert "1 coincides with an RMS spike, which therefore cannot be the cause" in section
     assert "is not recorded" not in section
 
 

@@ -114,7 +114,7 @@ def test_command_prints_leads_by_step_and_onset_beside_the_paper(plant, capsys):
     assert "coincide" not in out
     assert spikes.main(["--run", str(plant({1200: 0, 1500: 8, 1800: None}, seed=1))]) == 0
     assert "1 of 3 loss spikes (33%) come 1 to 8 steps after" in (out := capsys.readouterr().out)
-    assert "1 coincide with an RMS spike, which therefore cannot be the cause" in out
+    assert "1 coincides with an RMS spike, which therefore cannot be the cause" in out
 
 
 @pytest.mark.parametrize(

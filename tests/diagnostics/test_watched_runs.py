@@ -102,7 +102,7 @@ def test_the_run_directory_opens_in_analysis(tmp_path, saves):
     monitor, twin = planted(folder, saves), planted(tmp_path / "none", ())
     assert monitor.rows() == []
     runs = load_runs(tmp_path / "runs")
-    assert repr(runs) == "1 run (1 finished) of (no experiment)"
+    assert repr(runs) == "1 run (1 finished) of no experiment"
     assert "<h1>mine</h1>" in make_page(runs)
     [head] = runs.runs.to_dict("records")
     assert (head["run"], head["state"], head["note"]) == ("mine", "finished", "")
