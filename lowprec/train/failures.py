@@ -74,6 +74,9 @@ def advice_for(error: BaseException, config: Config) -> str | None:
         return str(error)
     if isinstance(error, (DiskError, RecordError, ShardError)):
         return f"{error}. {again}"
+    if config.optimizer.paged and isinstance(error, torch.AcceleratorError):
+        if "out of memory" in str(error):
+            return f"optimizer.paged=true needs more memory of the host ({error}). {again}"
     on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         rule, is_gpus = config.optimizer, isinstance(error, torch.OutOfMemoryError)

@@ -10,10 +10,10 @@ from lowprec.train import step
 if sys.argv[2] == "eager":
     step.can_capture = lambda config, device: False  # before others import it
 
+from experiments import train as entry
+
 plain, replays = step.GraphedStep.__call__, []
 step.GraphedStep.__call__ = lambda self, batch: replays.append(self) or plain(self, batch)
-
-from experiments import train as entry
 
 for raw in json.loads(Path(sys.argv[1]).read_text()):
     entry.main(check(raw))

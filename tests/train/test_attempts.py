@@ -13,6 +13,7 @@ from lowprec.config.check import RunError
 from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train import run as running
+from lowprec.train.failures import advice_for
 from lowprec.train.step import TrainStep
 
 
@@ -49,6 +50,14 @@ def test_a_killed_data_worker_is_named_within_seconds_and_the_run_resumes(attemp
     monkeypatch.setattr(Batches, "__getitem__", read)
     attempt()
     assert attempt.steps() == list(range(1, 13))
+
+
+def test_page_locked_memory_that_is_out_is_the_hosts(make_config):
+    error = torch.AcceleratorError("CUDA error: out of memory")
+    assert advice_for(error, make_config()) is None
+    config = make_config()
+    config.optimizer.paged = True  # which a CPU refuses
+    assert "paged=true needs more memory of the host" in advice_for(error, config)
 
 
 def raise_on_gpu():
