@@ -292,6 +292,8 @@ def _settings(data: list[RunData], groups: pd.Series, looks: list[tuple[str, str
 
 def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict:
     """The table of runs: results, the settings that differ, and speed."""
+    labels = {"precision.recipe": "precision.label"}  # bf16 instead of high
+    differing = [labels.get(key, key) for key in differing]
     scores = sorted({name for run in data for name in run.scores if not name.endswith(RELAXED)})
     titles = ["run", "state", "steps", "final loss", *map(_title_of, scores)]
     titles += ["loss spikes", "RMS spikes"]
@@ -305,7 +307,8 @@ def _runs(data: list[RunData], names: list[Field], differing: list[str]) -> dict
         fields += [_field(run.summary.get(key), unset=unset) for key in differing]
         fields += [_field(run.speed[name], form) for name, (_, form) in SPEED.items()]
         rows.append({"run": i, "fields": fields})
-    ends = [key.removesuffix(".name").rpartition(".")[2] for key in differing]
+    keys = [key.removesuffix(".name").removesuffix(".label") for key in differing]
+    ends = [key.rpartition(".")[2] for key in keys]
     titles += [e if ends.count(e) == 1 else key for key, e in zip(differing, ends, strict=True)]
     titles += [title for title, _ in SPEED.values()]
     filled = [i for i in range(len(titles)) if any(row["fields"][i].key != "" for row in rows)]

@@ -207,6 +207,14 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
 
 
+def test_the_table_of_runs_names_precisions_as_a_command_does(make_run, page_of):
+    for recipe in ("high", "switchback"):
+        make_run(num_steps=20, recipe=recipe)
+    section = page_of().section("Runs").partition("Failures")[0]
+    assert "spikesprecision" in section  # headings
+    assert " bf16 " in section and " high " not in section
+
+
 def test_spikes_have_rows_that_link_to_them_and_long_runs_are_thinned(
     make_run, page_of, monkeypatch
 ):
