@@ -35,7 +35,8 @@ def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path, na
         changes |= {"precision_change": {"step": 3, "recipe": "switchback"}}
     else:
         changes |= {"precision.recipe": "switchback"}
-    changes |= {"schedule.name": "constant", "evaluation.name": "both", "eval_every": 2}
+    changes |= {"schedule.name": "constant", "schedule.warmup_steps": 0}
+    changes |= {"evaluation.name": "both", "eval_every": 2}
     changes |= {"diagnostics.block_every": 2, "diagnostics.detail_every": 2}
     file, script = tmp_path / "configs.json", Path(__file__).with_name("captured.py")
     records = {}
