@@ -222,6 +222,8 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
         return recipe
     if recipe not in RECIPES:
         hint = nearest(str(recipe), RECIPES)
+        if recipe in ("fp32", "bf16", "fp16"):
+            hint = "; high leaves the products in the precision of the model or of autocast"
         raise ValueError(f"recipe {recipe!r}: must be one of {', '.join(RECIPES)}{hint}")
     return RECIPES[recipe]
 

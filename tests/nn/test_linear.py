@@ -294,6 +294,7 @@ def test_empty_batch_passes_a_block_without_launches(monkeypatch, recipe):
     ("recipe", "settings", "message"),
     [
         ("switchbak", {}, "recipe 'switchbak'.*nearest: switchback"),
+        ("bf16", {}, "recipe .bf16.*; high leaves the products in the precision"),
         ("switchback", {"backend": "trtion"}, "backend 'trtion'.*nearest: triton"),
         ("switchback_m", {"outlier_threshold": 6.0}, "needs the 16-bit input"),
         ("fp8_rowwise", {"outlier_threshold": 6.0}, "fp8_rowwise"),
