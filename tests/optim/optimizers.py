@@ -1,5 +1,9 @@
 """The same small tensors, gradients and optimizers for all tests of this folder."""
 
+import copy
+import io
+import pickle
+
 import torch
 
 from lowprec.config.schema import TORCH_OPTIMIZERS
@@ -53,6 +57,23 @@ def take(optimizer, steps, without=()):
         set_grads(optimizer, step, without=without)
         optimizer.step()
     return optimizer
+
+
+def by_file(optimizer, twin):
+    """Copies parameters, and the state through a file, into another optimizer."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    for p, own in zip(params_of(twin), params_of(optimizer), strict=True):
+        p.data.copy_(own)
+    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    return twin
+
+
+COPIES = {
+    "file": by_file,
+    "deepcopy": lambda optimizer, twin: copy.deepcopy(optimizer),
+    "pickle": lambda optimizer, twin: pickle.loads(pickle.dumps(optimizer)),
+}
 
 
 def row_of(optimizer, i):

@@ -1,15 +1,13 @@
 """What every optimizer of a run keeps to: ours in plain torch and by kernels, and Muon."""
 
-import copy
-import io
 import math
-import pickle
 
 import pytest
 import torch
 
 from lowprec.optim.loss_scaling import build_scaler
 from tests.optim.optimizers import (
+    COPIES,
     HALF,
     KINDS,
     OURS,
@@ -50,23 +48,13 @@ def by_checkpoint(optimizer, twin):
     return twin
 
 
-def by_file(optimizer, twin):
-    for state in optimizer.state.values():  # offloaded and brought back
+def after_offloading(optimizer, twin):
+    for state in optimizer.state.values():  # to the host and back
         state.update({kind: tensor.clone() for kind, tensor in state.items()})
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    for p, own in zip(params_of(twin), params_of(optimizer), strict=True):
-        p.data.copy_(own)
-    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
-    return twin
+    return COPIES["file"](optimizer, twin)
 
 
-WAYS = {
-    "checkpoint": by_checkpoint,
-    "file": by_file,
-    "deepcopy": lambda optimizer, twin: copy.deepcopy(optimizer),
-    "pickle": lambda optimizer, twin: pickle.loads(pickle.dumps(optimizer)),
-}
+WAYS = {"checkpoint": by_checkpoint, **COPIES, "file": after_offloading}
 
 
 @pytest.mark.parametrize(

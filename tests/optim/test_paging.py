@@ -1,8 +1,5 @@
 """States in page-locked memory; without a GPU, kernels are interpreted and locks pretended."""
 
-import copy
-import io
-import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +10,15 @@ from lowprec.optim.adamw_update import Tensors
 from lowprec.optim.state import TENSORS
 from lowprec.runs.read import scan_rows
 from lowprec.train import loop
-from tests.optim.optimizers import HALF, RULE, assert_equal, make_groups, params_of, take
+from tests.optim.optimizers import (
+    COPIES,
+    HALF,
+    RULE,
+    assert_equal,
+    make_groups,
+    params_of,
+    take,
+)
 from tests.same import contents, differing, recorded
 
 BITS = {"optim_bits": 8, "min_8bit_size": 300}
@@ -67,21 +72,7 @@ def on_host(optimizer):
     return {name for name, each in kinds.items() if each == {True}}
 
 
-def by_file(optimizer, twin):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    for p, own in zip(params_of(twin), params_of(optimizer), strict=True):
-        p.data.copy_(own)
-    twin.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
-    return twin
-
-
-WAYS = {
-    "kept": lambda optimizer, twin: optimizer,
-    "file": by_file,
-    "deepcopy": lambda optimizer, twin: copy.deepcopy(optimizer),
-    "pickle": lambda optimizer, twin: pickle.loads(pickle.dumps(optimizer)),
-}
+WAYS = {"kept": lambda optimizer, twin: optimizer, **COPIES}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +175,9 @@ def test_kernels_take_page_locked_states_but_no_such_gradients(monkeypatch):
         monkeypatch.setattr(fused, "is_page_locked", lambda x, is_locked=is_locked: is_locked)
         unfit = [fused.first_unfit(Tensors([p], [g], [x], [x], *[[None]] * 3)) for g in (p, x)]
         assert unfit == [None if is_locked else 0, 0]
+        codes, scales = torch.empty_like(p, dtype=torch.uint8), torch.zeros(1)
+        eight_bit = Tensors([p], [p], [codes], [codes], [None], [scales], [scales])
+        assert fused.first_unfit(eight_bit) == (None if is_locked else 0)
 
 
 def test_tensors_before_the_first_step_are_placed_by_it(device, available):
