@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 from lowprec import ops  # noqa: F401, registers torch.ops.lowprec
 from lowprec.nn.recipe import LINEAR_LAYERS, matches
 
+MAX_ROW = 2048  # elements that a compiled reduction keeps in registers
 _FLAGS = ("grad_checkpointing", "gradient_checkpointing")  # open_clip and timm, transformers
 _KEPT = (  # results of attention kernels are small and expensive to recompute
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -59,12 +60,39 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Compiles each block with torch.compile, in place; parameter names do not change.
 
-    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`). Unless it has
+    been set, `torch._inductor.config.inductor_choices_class` becomes `reductions_in_registers`.
     """
+    from torch._inductor import config as inductor_config  # takes a second
+
     blocks = list(blocks)
     checkpoint_blocks(model, blocks)
+    if inductor_config.inductor_choices_class is None:
+        inductor_config.inductor_choices_class = reductions_in_registers
     for block in blocks:
         block.compile(dynamic=False)
+
+
+def reductions_in_registers() -> Any:
+    """Inductor's choices, but reductions keep rows of up to 2,048 elements in registers.
+
+    Inductor's limit is 1,024. Beyond it, a kernel reads a row once per pass: layer norms of ViT-H,
+    1,280 wide, take up to four times the time of their reads and writes.
+    """
+    from torch._inductor.choices import InductorChoices, ReductionHint, V
+
+    class Choices(InductorChoices):
+        def uuid(self) -> str:
+            return "lowprec, rows of 2048"
+
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            if features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction:
+                return V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_ROW)
+            default = InductorChoices.should_use_persistent_reduction
+            return default(features, cooperative_reduction)
+
+    return Choices()
 
 
 def checkpoint_blocks(

@@ -102,6 +102,7 @@ def test_model_with_unchecked_layers_compiles_to_one_graph(compile_blocks):
     model = nn.Sequential(nn.Sequential(OrderedDict(c_fc=nn.Linear(8, 8))))
     x = torch.randn(2, 8)
     apply_recipe(model, "switchback")
+    torch.compiler.reset()  # functions that earlier tests compiled would be compiled again
     (model[0] if compile_blocks else model).compile(fullgraph=True, backend="eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         outputs = [model(x) for _ in range(3)]

@@ -1,6 +1,7 @@
 """prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
 
 import copy
+import re
 import sys
 from types import SimpleNamespace
 
@@ -8,11 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
-from lowprec.nn.blocks import find_blocks
+from lowprec.nn.blocks import compile_blocks, find_blocks, reductions_in_registers
 from tests.nn.models import MODELS, clip, clip_loss, images, pair, timm
 
 CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
@@ -60,6 +63,29 @@ def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(row, reci
     atol, bound = (0.04, 0.3) if "fp8" in recipe else (0.01, 0.1)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-2, atol=atol)
     assert (gradient - expected).norm() < bound * expected.norm()
+
+
+def test_compiled_blocks_leave_choices_of_the_user_alone(monkeypatch):
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+    for own, expected in ((None, reductions_in_registers), (object, object)):
+        monkeypatch.setattr(inductor_config, "inductor_choices_class", own)
+        compile_blocks(model, [model[0]])
+        assert inductor_config.inductor_choices_class is expected
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize(("width", "kernels"), [(1280, "triton_per"), (4096, "triton_red")])
+def test_layer_norms_of_up_to_2048_features_read_rows_once(width, kernels, monkeypatch):
+    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 8))).cuda()
+    compile_blocks(model, [model[0]])
+    x = torch.randn(64, width, device="cuda", requires_grad=True)
+    output, [code] = run_and_get_code(model[0], x)
+    assert {"triton_per", "triton_red"} & set(re.findall("triton_(?:per|red)", code)) == {kernels}
+    expected = nn.Sequential.forward(model[0], x)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 class Count(TorchDispatchMode):
