@@ -141,14 +141,12 @@ def can_capture(config: Config, device: torch.device) -> bool:
     """Returns whether a run's step can be a CUDA graph: compiled, on a GPU, no host state.
 
     Micro-batches restore random states on the host, the dynamic scaler keeps a counter there that
-    capture would advance, and torch's Muon needs to know there which gradients are finite. With
-    checkpointing, only steps of one process were tested.
+    capture would advance, and torch's Muon needs to know there which gradients are finite.
     """
     return (
         config.compile
         and device.type == "cuda"
         and config.accumulate == 1
-        and (not config.checkpointing or config.distributed.name == "none")
         and config.scaler.name != "dynamic"
         and config.optimizer.name not in TORCH_OPTIMIZERS
     )

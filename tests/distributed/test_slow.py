@@ -26,11 +26,13 @@ def test_compiled_and_recomputed_blocks_give_the_losses_of_one_eager_process(ran
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path, name):
+def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path, name, recomputed):
     """Also after evaluations, a resume and, where it can change, a change of the precision."""
     changes = {"device": "cuda", "compile": True, "distributed.name": name, "deterministic": True}
     changes |= {"model.patch_dropout": 0.5, "precision.autocast": "bf16"}
+    changes |= {"checkpointing": recomputed}
     if name == "ddp":
         changes |= {"precision_change": {"step": 3, "recipe": "switchback"}}
     else:

@@ -108,12 +108,11 @@ def test_only_a_compiled_gpu_step_without_host_state_is_captured(make_config):
     for captured in (
         {"distributed.name": "ddp"},
         {"distributed.name": "fsdp2"},
-        {"checkpointing": True},
+        {"checkpointing": True, "distributed.name": "ddp"},
     ):
         assert can_capture(make_config({"compile": True, **captured}), cuda)
     for host in (
         {"accumulate": 2},
-        {"checkpointing": True, "distributed.name": "ddp"},
         {"precision.autocast": "fp16", "scaler.name": "dynamic"},
         *({"optimizer.name": name} for name in TORCH_OPTIMIZERS),
     ):
