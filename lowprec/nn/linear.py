@@ -49,6 +49,11 @@ class Settings:
     backend: str = "auto"  # or "reference" or "triton"; see `lowprec.ops`
     outlier_threshold: float = 0.0
 
+    @property
+    def shares_input(self) -> bool:
+        """Whether the layer saves the input as it is quantized for grad_weight."""
+        return self.recipe.shares_input and not self.outlier_threshold
+
     def __post_init__(self):
         recipe, threshold = self.recipe, self.outlier_threshold
         if self.backend not in ops.BACKENDS:
@@ -124,13 +129,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, input, w_NK, bias, settings, dtype):
         x_MK = _cast(input.reshape(-1, input.shape[-1]), dtype)
         recipe = settings.recipe
-        saves_q_weight = recipe.shares_weight and ctx.needs_input_grad[0]
-        output, (q_MK, x_scale), (q_KN, w_scale) = _forward(
-            x_MK, w_NK, bias, settings, layout="both" if saves_q_weight else "rows"
-        )
-        saved_x = (q_MK, x_scale) if recipe.saves_int8 else (x_MK, None)
-        saved_w = (q_KN, w_scale) if saves_q_weight else (w_NK, None)
         needs_x, needs_w = ctx.needs_input_grad[:2]
+        saves_q_weight = recipe.shares_weight and needs_x
+        saves_q_input = needs_w and settings.shares_input
+        layout = "both" if saves_q_weight else "rows"
+        output, q_input, q_weight = _forward(x_MK, w_NK, bias, settings, layout, saves_q_input)
+        saved_x = q_input if recipe.saves_int8 or saves_q_input else (x_MK, None)
+        saved_w = q_weight if saves_q_weight else (w_NK, None)
         saved = (*(saved_x if needs_w else (None, None)), *(saved_w if needs_x else (None, None)))
         ctx.save_for_backward(*saved)
         ctx.settings, ctx.shape = settings, input.shape
@@ -145,24 +150,29 @@ class _Linear(torch.autograd.Function):
         settings, (dtype, input_dtype, weight_dtype, bias_dtype) = ctx.settings, ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         g_MN = _cast(gradient.reshape(-1, gradient.shape[-1]), dtype)
-        grad_input = grad_weight = grad_bias = None
+        grad_input = grad_weight = grad_bias = q_NM = None
         if needs_x:
             weight = w if w_scale is None else (w, w_scale)
-            grad_input, grad_bias = _grad_input(g_MN, weight, settings, needs_bias)
+            grad_input, grad_bias, q_NM = _grad_input(g_MN, weight, settings, needs_bias, needs_w)
             grad_input = _cast(grad_input.view(ctx.shape), input_dtype)
         if needs_bias and grad_bias is None:
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
         if needs_w:
-            if x_scale is not None:
+            if settings.recipe.saves_int8:
                 x_MK = ops.dequantize(x_MK, x_scale, dtype, backend=settings.backend)
-            grad_weight = _cast(_grad_weight(g_MN, x_MK, settings), weight_dtype)
+                x_scale = None
+            input = x_MK if x_scale is None else (x_MK, x_scale)
+            grad_weight = _cast(_grad_weight(g_MN, input, settings, q_NM), weight_dtype)
         if grad_bias is not None:
             grad_bias = _cast(grad_bias, bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _forward(x_MK, w_NK, bias, settings, layout) -> tuple:
-    """Output, (q_MK, scale) of the input, (q_KN, scale) of the weight if layout is "both"."""
+def _forward(x_MK, w_NK, bias, settings, layout, saves_q_KM=False) -> tuple:
+    """Output, (q_MK, scale) of the input, (q_KN, scale) of the weight if layout is "both".
+
+    With `saves_q_KM`, the input's pair is (q_KM, scale), for grad_weight.
+    """
     product, dtype, nothing = settings.recipe.output, x_MK.dtype, (None, None)
     if product is None or not product.native:
         x_hat, w_hat = x_MK, w_NK.to(dtype)
@@ -172,27 +182,33 @@ def _forward(x_MK, w_NK, bias, settings, layout) -> tuple:
         return output, nothing, nothing
     backend = settings.backend
     inliers, outliers = _split_outliers(x_MK, settings.outlier_threshold)
-    x_q, _, x_scale = _quantize(inliers, product.first, backend, "rows")
+    if saves_q_KM:
+        x_q, x_scale, *q_input, _ = _quantize_pair(x_MK, product.first, backend)
+    else:
+        x_q, _, x_scale = _quantize(inliers, product.first, backend, "rows")
+        q_input = x_q, x_scale
     w_q, w_q_KN, w_scale = _quantize(w_NK, product.second, backend, layout)
     output = ops.matmul(x_q, w_q, x_scale, w_scale, bias, dtype, backend=backend)
     if outliers is not None:
         output = output + outliers @ w_NK.to(dtype).T
-    return output, (x_q, x_scale), (w_q_KN, w_scale)
+    return output, q_input, (w_q_KN, w_scale)
 
 
-def _grad_input(g_MN, weight, settings, needs_bias) -> tuple[Tensor, Tensor | None]:
-    """grad_input, and the bias gradient if the same pass over g computes it.
+def _grad_input(g_MN, weight, settings, needs_bias, needs_w) -> tuple:
+    """grad_input, then what the same pass over g gives, or None: grad_bias, (q_NM, scale) of g.
 
     weight: w_NK, or (q_KN, scale) if forward saved the quantized weight.
     """
     product, dtype, backend = settings.recipe.grad_input, g_MN.dtype, settings.backend
     if product is None:
-        return g_MN @ weight.to(dtype), None
+        return g_MN @ weight.to(dtype), None, None
     if not product.native:
         g_hat, w_hat = fake_quantize_operands("grad_input", product, g_MN, weight, dtype)
-        return g_hat @ w_hat, None
-    grad_bias = None
-    if needs_bias and product.first.granularity == "rowwise":
+        return g_hat @ w_hat, None, None
+    grad_bias = q_NM = None
+    if needs_w and settings.recipe.shares_gradient:
+        g_q, g_scale, *q_NM, grad_bias = _quantize_pair(g_MN, product.first, backend, needs_bias)
+    elif needs_bias and product.first.granularity == "rowwise":
         format = parse_format(product.first.format)
         g_q, g_scale, grad_bias = ops.quantize_rows_and_sum(g_MN, format, backend=backend)
     else:
@@ -201,22 +217,35 @@ def _grad_input(g_MN, weight, settings, needs_bias) -> tuple[Tensor, Tensor | No
         w_q_KN, w_scale = weight
     else:
         _, w_q_KN, w_scale = _quantize(weight, product.second, backend, "transposed")
-    return ops.matmul(g_q, w_q_KN, g_scale, w_scale.T, None, dtype, backend=backend), grad_bias
+    grad_input = ops.matmul(g_q, w_q_KN, g_scale, w_scale.T, None, dtype, backend=backend)
+    return grad_input, grad_bias, q_NM
 
 
-def _grad_weight(g_MN, x_MK, settings) -> Tensor:
-    """g^T x, in 16 bits unless the recipe quantizes it."""
+def _grad_weight(g_MN, input, settings, q_NM) -> Tensor:
+    """g^T x, in 16 bits unless the recipe quantizes it.
+
+    input: x_MK, or (q_KM, scale) if forward saved it; q_NM: (q_NM, scale) of g, or None.
+    """
     product, dtype, backend = settings.recipe.grad_weight, g_MN.dtype, settings.backend
     if product is None:
-        return g_MN.T @ x_MK
+        return g_MN.T @ input
     if not product.native:
-        g_hat, x_hat = fake_quantize_operands("grad_weight", product, g_MN, x_MK, dtype)
+        g_hat, x_hat = fake_quantize_operands("grad_weight", product, g_MN, input, dtype)
         return g_hat.T @ x_hat
-    inliers, outliers = _split_outliers(x_MK, settings.outlier_threshold)
-    _, g_q_NM, g_scale = _quantize(g_MN, product.first, backend, "transposed")
-    _, x_q_KM, x_scale = _quantize(inliers, product.second, backend, "transposed")
-    grad_weight = ops.matmul(g_q_NM, x_q_KM, g_scale.T, x_scale.T, None, dtype, backend=backend)
+    outliers = None
+    if isinstance(input, tuple):
+        q_KM, x_scale = input
+    else:
+        inliers, outliers = _split_outliers(input, settings.outlier_threshold)
+        _, q_KM, x_scale = _quantize(inliers, product.second, backend, "transposed")
+    q_NM, g_scale = q_NM or _quantize(g_MN, product.first, backend, "transposed")[1:]
+    grad_weight = ops.matmul(q_NM, q_KM, g_scale.T, x_scale.T, None, dtype, backend=backend)
     return grad_weight if outliers is None else grad_weight + g_MN.T @ outliers
+
+
+def _quantize_pair(x: Tensor, operand: Operand, backend: str, sums: bool = False) -> tuple:
+    format = parse_format(operand.format)
+    return ops.quantize_pair(x, format, operand.granularity, sums=sums, backend=backend)
 
 
 def _quantize(x: Tensor, operand: Operand, backend: str, layout: str) -> tuple:

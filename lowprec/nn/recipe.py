@@ -110,12 +110,31 @@ class Recipe:
         return bool(low) and all(product.native for product in low)
 
     @property
+    def shares_input(self) -> bool:
+        """Whether one pass over x quantizes it for output and grad_weight."""
+        return _is_pair(self.output, self.grad_weight, "second")
+
+    @property
+    def shares_gradient(self) -> bool:
+        """Whether one pass over g quantizes it for grad_input and grad_weight."""
+        return _is_pair(self.grad_input, self.grad_weight, "first")
+
+    @property
     def shares_weight(self) -> bool:
         """Whether output and grad_input share one quantized weight, once transposed."""
         output, grad_input = self.output, self.grad_input
         if output is None or grad_input is None or not (output.native and grad_input.native):
             return False
         return output.second == grad_input.second
+
+
+def _is_pair(product: Product | None, grad_weight: Product | None, position: str) -> bool:
+    """Whether native products take an operand quantized alike along the dimension they sum over."""
+    if product is None or grad_weight is None or not (product.native and grad_weight.native):
+        return False
+    one, other = product.first, getattr(grad_weight, position)
+    granularities = one.granularity, other.granularity
+    return one.format == other.format and granularities in ((TENSOR, TENSOR), ("1x128", "128x1"))
 
 
 def _check_native(name: str, product: Product) -> None:

@@ -84,6 +84,19 @@ def quantize(
     return q_MK if rows else None, q_KM if transposed else None, scale
 
 
+def quantize_pair(
+    x_MK: Tensor, format: Format, granularity: str, *, sums: bool = False, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`reference.quantize_pair`: (q_MK, scale, q_KM, its scale, column sums [K] or None)."""
+    if _is_reference(backend, format, x_MK.device):
+        return reference.quantize_pair(x_MK, format, granularity, sums)
+    if _is_eager(x_MK):
+        return triton_quantize.quantize_pair(x_MK, format, granularity, sums)
+    q_MK, scale, q_KM, across_scale, total = _quantize_pair(x_MK, format.name, granularity, sums)
+    across_scale = scale if granularity == "tensorwise" else across_scale
+    return q_MK, scale, q_KM, across_scale, total if sums else None
+
+
 def quantize_rows_and_sum(
     g_MN: Tensor, format: Format, *, backend: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,6 +205,28 @@ def _quantize_fake(x_MK, format, granularity, rows, transposed):
     )
 
 
+def _pair_kernel(x_MK, format, granularity, sums):
+    """Returns empty tensors for the second scale of a tensor and for sums not requested."""
+    *pair, across_scale, total = triton_quantize.quantize_pair(
+        x_MK, parse_format(format), granularity, sums
+    )
+    empty = x_MK.new_empty(0, dtype=torch.float32)
+    across_scale = empty if granularity == "tensorwise" else across_scale
+    return *pair, across_scale, total if sums else empty.clone()
+
+
+def _pair_fake(x_MK, format, granularity, sums):
+    (M, K), dtype, empty = x_MK.shape, parse_format(format).dtype, x_MK.new_empty(0).float()
+    across = None if granularity == "tensorwise" else reference.PAIRED[granularity]
+    return (
+        x_MK.new_empty((M, K), dtype=dtype),
+        reference.empty_scale(x_MK, granularity),
+        x_MK.new_empty((K, M), dtype=dtype),
+        reference.empty_scale(x_MK, across) if across else empty,
+        x_MK.new_empty((K if sums else 0,), dtype=torch.float32),
+    )
+
+
 def _rows_fake(x_MK, format):
     q_MK = x_MK.new_empty(x_MK.shape, dtype=parse_format(format).dtype)
     return q_MK, x_MK.new_empty((x_MK.shape[0], 1), dtype=torch.float32)
@@ -211,6 +246,12 @@ _quantize = _define(
     " -> (Tensor, Tensor, Tensor)",
     _quantize_kernel,
     _quantize_fake,
+)
+_quantize_pair = _define(
+    "quantize_pair(Tensor x, str format, str granularity, bool sums)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _pair_kernel,
+    _pair_fake,
 )
 _quantize_rows_and_sum = _define(
     "quantize_rows_and_sum(Tensor g, str format) -> (Tensor, Tensor, Tensor)",

@@ -141,13 +141,18 @@ def _launcher_in_c(runner: Any, compiled: Any, grid: tuple[int, ...]) -> Callabl
     return lambda stream, arguments: launch(*grid, stream, function, *options, arguments)
 
 
-def row_blocks(K: int, features_per_thread: int = 64) -> dict[str, int]:
+def row_blocks(K: int, features_per_thread: int = 64, least_warps: int = 4) -> dict[str, int]:
     """Two power-of-two blocks that cover a row (5,120 = 4,096 + 1,024 idles no lane), and warps."""
     whole = triton.next_power_of_2(K)
     block_a = whole if whole == K else max(1, whole // 2)
     block_b = triton.next_power_of_2(max(1, K - block_a))
     warps = triton.next_power_of_2(triton.cdiv(K, 32 * features_per_thread))
-    return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(4, warps))}
+    return {"BLOCK_A": block_a, "BLOCK_B": block_b, "num_warps": min(32, max(least_warps, warps))}
+
+
+def pipelined(row_bytes: int) -> dict[str, int]:
+    """Stages of a loop that reads a row per turn; 1 for rows of which too few fit on chip."""
+    return {"STAGES": 3 if row_bytes <= 20480 else 1}
 
 
 def programs_that_sum(M: int, K: int, device: torch.device) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowprec.formats import E4M3, Format, exponent_of, power_of_two, round_to_format
 
 REDUCED = {"rowwise": (1,), "columnwise": (0,), "tensorwise": (0, 1)}  # dimensions of amax
+PAIRED = {"tensorwise": "tensorwise", "1x128": "128x1"}  # granularities of x and of its transpose
 TINY = torch.finfo(torch.float32).tiny  # the smallest normal number
 TILE_TERMS = 128  # terms of a sum that share a scale, in products of scaled tiles
 MAX_FLOAT32_TERMS = 1024  # products of int8 whose sum float32 holds exactly: 128^2 * 1024 = 2^24
@@ -65,6 +66,20 @@ def quantize_rows_and_sum(g_MN: Tensor, format: Format) -> tuple[Tensor, Tensor,
     """Row-wise quantization and column sums: q_MN, scale [M, 1], float32 sum [N]."""
     q_MN, scale = quantize(g_MN, format, "rowwise")
     return q_MN, scale, g_MN.float().sum(dim=0)
+
+
+def quantize_pair(
+    x_MK: Tensor, format: Format, granularity: str, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """What two products that sum over both dimensions of x need of it.
+
+    Returns q_MK and its scale, q_KM with the granularity that `PAIRED` gives and its scale, as
+    stored for x, and if `sums` the float32 column sums [K] of x.
+    """
+    q_MK, scale = quantize(x_MK, format, granularity)
+    across, across_scale = quantize(x_MK, format, PAIRED[granularity])
+    q_KM = across.T.clone(memory_format=torch.contiguous_format)
+    return q_MK, scale, q_KM, across_scale, x_MK.float().sum(dim=0) if sums else None
 
 
 def gelu_quantize(h_MN: Tensor, format: Format) -> tuple[Tensor, Tensor]:

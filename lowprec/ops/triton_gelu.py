@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
-from lowprec.ops.launch import Launch, plan, programs_that_sum, row_blocks
-from lowprec.ops.triton_quantize import _bits, _divide, _scale
+from lowprec.ops.launch import Launch, num_sms, pipelined, plan, row_blocks
+from lowprec.ops.triton_rounding import divide, largest, scale_of
+from lowprec.ops.triton_sum import sum_parts
 
 MAX_FEATURES = 8192  # longer rows would spill registers
 
@@ -48,9 +49,9 @@ def _gelu_quantize_kernel(
     x_b = tl.load(h_ptr + at + b, mask=b < N, other=0.0).to(tl.float32)
     x_a = (x_a * _normal(x_a)[0]).to(X).to(tl.float32)
     x_b = (x_b * _normal(x_b)[0]).to(X).to(tl.float32)
-    scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
-    tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < N)
-    tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < N)
+    scale = scale_of(tl.maximum(largest(x_a, 0), largest(x_b, 0)), MAX)
+    tl.store(q_ptr + at + a, divide(x_a, scale, MAX, Q), mask=a < N)
+    tl.store(q_ptr + at + b, divide(x_b, scale, MAX, Q), mask=b < N)
     tl.store(scale_ptr + tl.program_id(0), scale)
 
 
@@ -70,18 +71,18 @@ def _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at, mask):
 @triton.jit
 def _gelu_backward_quantize_kernel(
     h_ptr, g_ptr, out_ptr, grad_ptr, q_ptr, scale_ptr, sum_ptr, M, N,
-    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = q_ptr.dtype.element_ty
     a, b = tl.arange(0, BLOCK_A), BLOCK_A + tl.arange(0, BLOCK_B)
     sum_a, sum_b = tl.zeros([BLOCK_A], tl.float32), tl.zeros([BLOCK_B], tl.float32)
-    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
         at = row * tl.full([], N, tl.int64)
         x_a = _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at + a, a < N)
         x_b = _backward_block(h_ptr, g_ptr, out_ptr, grad_ptr, at + b, b < N)
-        scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
-        tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < N)
-        tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < N)
+        scale = scale_of(tl.maximum(largest(x_a, 0), largest(x_b, 0)), MAX)
+        tl.store(q_ptr + at + a, divide(x_a, scale, MAX, Q), mask=a < N)
+        tl.store(q_ptr + at + b, divide(x_b, scale, MAX, Q), mask=b < N)
         tl.store(scale_ptr + row, scale)
         sum_a += x_a
         sum_b += x_b
@@ -119,11 +120,16 @@ def gelu_backward_quantize(
     launch = _plan_backward(device, h_MN.dtype, g_MN.dtype, M, N, format)
     sums = torch.empty(launch.grid[0], N, dtype=torch.float32, device=device)
     launch(h_MN, g_MN, out, grad, q_MN, scale, sums)
-    return out, grad, q_MN, scale, sums.sum(dim=0)
+    return out, grad, q_MN, scale, sum_parts(sums)
 
 
 @plan
 def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, format: Format) -> Launch:
-    constants = {"MAX": format.max, **row_blocks(N, features_per_thread=10)}
-    grid = (programs_that_sum(M, N, device),)
+    blocks = row_blocks(N, features_per_thread=12)
+    constants = {
+        "MAX": format.max,
+        **blocks,
+        **pipelined(N * (h_dtype.itemsize + g_dtype.itemsize)),
+    }
+    grid = (min(M, 32 // blocks["num_warps"] * num_sms(device)),)
     return Launch(_gelu_backward_quantize_kernel, grid, (M, N), **constants)

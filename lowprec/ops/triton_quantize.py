@@ -4,8 +4,6 @@ Quantization row-wise and by tile ("1x128") reads the input once. Column- and te
 quantization read it twice (maxima, then quotients) and can store the result as it is, transposed or
 both.
 Input float32, bfloat16 or float16; output in a native format (`formats.NATIVE`). Offsets are int64.
-Magnitudes are compared as the integers with the same bits, which order inf and NaN last: a
-floating-point maximum would drop NaN.
 """
 
 import torch
@@ -14,65 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
+from lowprec.ops import triton_quantize_words
 from lowprec.ops.launch import (
     Launch,
     num_sms,
+    pipelined,
     plan,
     programs_that_sum,
     row_blocks,
     rows_contiguous,
 )
-from lowprec.ops.reference import empty_scale
+from lowprec.ops.reference import PAIRED, empty_scale
+from lowprec.ops.triton_rounding import divide, largest, magnitudes, scale_of
+from lowprec.ops.triton_sum import sum_parts
 from lowprec.ops.triton_transpose import transpose_bytes, transposed_copy
 
 MAX_FEATURES = 16384  # of rows, which one program keeps in registers
-
-
-@triton.jit
-def _scale(bits, MAX: tl.constexpr):
-    """`reference.scale_of` for largest magnitudes given as bits."""
-    amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
-    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
-    return tl.where(bits >= 0x7F800000, float("nan"), scale)
-
-
-@triton.jit
-def _quotient(x, scale):
-    """The quotient x / scale; 0 where the scale is 0 or NaN.
-
-    It is correctly rounded, computed from the reciprocal and two fused multiply-adds: one
-    division per element would make the kernels compute-bound.
-    """
-    usable = scale > 0
-    divisor = tl.where(usable, scale, 1.0)
-    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    q = x * reciprocal
-    # x - q * divisor is exact in one fma, so that adding its quotient rounds q only once, as
-    # an IEEE division does.
-    q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
-    return tl.where(usable, q, 0.0)
-
-
-@triton.jit
-def _divide(x, scale, MAX: tl.constexpr, Q: tl.constexpr):
-    """Rounds `_quotient` to the type Q."""
-    q = _quotient(x, scale)
-    if Q == tl.int8:  # adding 1.5 * 2^23 rounds ties to even and puts the integer in the low bits
-        return (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    return tl.clamp(q, -MAX, MAX).to(Q)
-
-
-@triton.jit
-def _magnitudes(x):
-    """The bits of |x|, as integers that order inf and NaN last."""
-    return tl.abs(x).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _bits(x, AXIS: tl.constexpr):
-    """Bits of the largest magnitudes."""
-    return tl.max(_magnitudes(x), axis=AXIS)
 
 
 @triton.jit
@@ -87,29 +42,29 @@ def _quantize_rows_kernel(
     at = rows[:, None] * stride_m
     x_a = tl.load(x_ptr + at + a, mask=in_m & (a < K), other=0.0).to(tl.float32)
     x_b = tl.load(x_ptr + at + b, mask=in_m & (b < K), other=0.0).to(tl.float32)
-    scale = _scale(tl.maximum(_bits(x_a, 1), _bits(x_b, 1)), MAX)  # [BLOCK_M]
+    scale = scale_of(tl.maximum(largest(x_a, 1), largest(x_b, 1)), MAX)  # [BLOCK_M]
     at = rows[:, None] * K
-    tl.store(q_ptr + at + a, _divide(x_a, scale[:, None], MAX, Q), mask=in_m & (a < K))
-    tl.store(q_ptr + at + b, _divide(x_b, scale[:, None], MAX, Q), mask=in_m & (b < K))
+    tl.store(q_ptr + at + a, divide(x_a, scale[:, None], MAX, Q), mask=in_m & (a < K))
+    tl.store(q_ptr + at + b, divide(x_b, scale[:, None], MAX, Q), mask=in_m & (b < K))
     tl.store(scale_ptr + rows, scale, mask=rows < M)
 
 
 @triton.jit
 def _quantize_rows_and_sum_kernel(
     x_ptr, q_ptr, scale_ptr, sum_ptr, M, K, stride_m,
-    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+    MAX: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     Q: tl.constexpr = q_ptr.dtype.element_ty
     a, b = tl.arange(0, BLOCK_A), BLOCK_A + tl.arange(0, BLOCK_B)
     sum_a, sum_b = tl.zeros([BLOCK_A], tl.float32), tl.zeros([BLOCK_B], tl.float32)
-    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), M, tl.num_programs(0), num_stages=STAGES):
         at = row * tl.full([], stride_m, tl.int64)
         x_a = tl.load(x_ptr + at + a, mask=a < K, other=0.0).to(tl.float32)
         x_b = tl.load(x_ptr + at + b, mask=b < K, other=0.0).to(tl.float32)
-        scale = _scale(tl.maximum(_bits(x_a, 0), _bits(x_b, 0)), MAX)
+        scale = scale_of(tl.maximum(largest(x_a, 0), largest(x_b, 0)), MAX)
         at = row * tl.full([], K, tl.int64)
-        tl.store(q_ptr + at + a, _divide(x_a, scale, MAX, Q), mask=a < K)
-        tl.store(q_ptr + at + b, _divide(x_b, scale, MAX, Q), mask=b < K)
+        tl.store(q_ptr + at + a, divide(x_a, scale, MAX, Q), mask=a < K)
+        tl.store(q_ptr + at + b, divide(x_b, scale, MAX, Q), mask=b < K)
         tl.store(scale_ptr + row, scale)
         sum_a += x_a
         sum_b += x_b
@@ -120,16 +75,25 @@ def _quantize_rows_and_sum_kernel(
 
 @triton.jit
 def _amax_kernel(
-    x_ptr, bits_ptr, M, K, stride_m,
-    COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, bits_ptr, sum_ptr, M, K, stride_m,
+    COLUMNS: tl.constexpr, SUMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
-    for block in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
+    sums = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    blocks, step = tl.cdiv(M, BLOCK_M), tl.num_programs(1)
+    for block in tl.range(tl.program_id(1), blocks, step, num_stages=STAGES):
         rows = block * tl.full([], BLOCK_M, tl.int64) + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (cols < K)[None, :]
         x = tl.load(x_ptr + rows[:, None] * stride_m + cols[None, :], mask=mask, other=0.0)
-        bits = tl.maximum(bits, _magnitudes(x.to(tl.float32)))
+        x = x.to(tl.float32)
+        bits = tl.maximum(bits, magnitudes(x))
+        if SUMS:
+            sums += x
+    if SUMS:
+        at = tl.program_id(1).to(tl.int64) * K + cols
+        tl.store(sum_ptr + at, tl.sum(sums, axis=0), mask=cols < K)
     # Column maxima of all programs meet in one array; for a tensor, each program stores its own
     # and the next kernel takes their maximum, so that the array need not be zeroed.
     if COLUMNS:
@@ -149,7 +113,7 @@ def _quantize_tiles_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     if COLUMNS:
-        scale = _scale(tl.load(bits_ptr + cols, mask=cols < K, other=0), MAX)  # [BLOCK_K]
+        scale = scale_of(tl.load(bits_ptr + cols, mask=cols < K, other=0), MAX)  # [BLOCK_K]
         tl.store(scale_ptr + cols, scale, mask=(cols < K) & (tl.program_id(0) == 0))
         scale = scale[None, :]
     else:
@@ -157,13 +121,13 @@ def _quantize_tiles_kernel(
         # than a third launch.
         part = tl.arange(0, PARTS)
         bits = tl.load(bits_ptr + part, mask=part < parts, other=0)
-        scale = _scale(tl.max(bits, axis=0) + tl.zeros([1, 1], tl.int32), MAX)  # [1, 1]
+        scale = scale_of(tl.max(bits, axis=0) + tl.zeros([1, 1], tl.int32), MAX)  # [1, 1]
         first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
         tl.store(scale_ptr + tl.zeros([1, 1], tl.int32), scale, mask=first)
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * stride_m + cols[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
+    q = divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
     if ROWS_OUT:
         tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
     if TRANSPOSED_OUT:
@@ -182,7 +146,7 @@ def _quantize_by_tile_kernel(
     mask = (rows < M)[:, None] & (cols < K)[None, :]
     at = rows[:, None] * stride_m + cols[None, :]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    bits = _magnitudes(x)
+    bits = magnitudes(x)
     if TILE_M > 1:
         bits = tl.max(bits, axis=0, keep_dims=True)
         scale_m = tile_m + tl.zeros([1], tl.int64)
@@ -193,51 +157,12 @@ def _quantize_by_tile_kernel(
         scale_k = tile_k + tl.zeros([1], tl.int64)
     else:
         scale_k = cols
-    scale = _scale(bits, MAX)
+    scale = scale_of(bits, MAX)
     at = scale_m[:, None] * stride_sm + scale_k[None, :] * stride_sk
     in_scale = (scale_m * TILE_M < M)[:, None] & (scale_k * TILE_K < K)[None, :]
     tl.store(scale_ptr + at, scale, mask=in_scale)
-    q = _divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
+    q = divide(x, scale, MAX, Q)  # [BLOCK_M, BLOCK_K]
     tl.store(q_ptr + rows[:, None] * K + cols[None, :], q, mask=mask)
-
-
-@triton.jit
-def _load_fourth(x_ptr, words, cols, M, K, stride_m, I: tl.constexpr):
-    """Row I of the four rows that make each word."""
-    rows = words * 4 + I
-    mask = (rows < M)[:, None] & (cols < K)[None, :]
-    at = rows[:, None] * stride_m + cols[None, :]
-    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _byte(x, scale, I: tl.constexpr, Q: tl.constexpr):
-    """The quotient x / scale, rounded to the fp8 type Q, as byte I of a word."""
-    # It exceeds the largest number by less than half a step, so that rounding needs no clamp.
-    q = _quotient(x, scale[None, :]).to(Q).to(tl.uint8, bitcast=True)
-    return q.to(tl.int32) << (8 * I)
-
-
-@triton.jit
-def _quantize_128x1_kernel(
-    x_ptr, qt_ptr, words_ptr, scale_ptr, M, K, stride_m, MAX: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Transposes words of four rows; M must be a multiple of 4. words_ptr is qt_ptr as int32."""
-    Q: tl.constexpr = qt_ptr.dtype.element_ty
-    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    words, cols = tile_m * 32 + tl.arange(0, 32), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    x0 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 0)
-    x1 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 1)
-    x2 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 2)
-    x3 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 3)
-    bits_01 = tl.maximum(_magnitudes(x0), _magnitudes(x1))
-    bits_23 = tl.maximum(_magnitudes(x2), _magnitudes(x3))
-    scale = _scale(tl.max(tl.maximum(bits_01, bits_23), axis=0), MAX)  # [BLOCK_K]
-    tl.store(scale_ptr + tile_m * K + cols, scale, mask=cols < K)
-    word = _byte(x0, scale, 0, Q) | _byte(x1, scale, 1, Q)
-    word |= _byte(x2, scale, 2, Q) | _byte(x3, scale, 3, Q)
-    at = cols[:, None] * (M // 4) + words[None, :]
-    tl.store(words_ptr + at, tl.trans(word), mask=(cols < K)[:, None] & (words * 4 < M)[None, :])
 
 
 def quantize_rows(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -268,12 +193,12 @@ def quantize_rows_and_sum(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor,
     launch = _plan_rows_and_sum(device, x_MK.dtype, M, K, x_MK.stride(0), format)
     sums = torch.empty(launch.grid[0], K, dtype=torch.float32, device=device)
     launch(x_MK, q_MK, scale, sums)
-    return q_MK, scale, sums.sum(dim=0)
+    return q_MK, scale, sum_parts(sums)
 
 
 @plan
 def _plan_rows_and_sum(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
-    constants = {"MAX": format.max, **row_blocks(K)}
+    constants = {"MAX": format.max, **row_blocks(K, least_warps=2), **pipelined(K * dtype.itemsize)}
     grid = (programs_that_sum(M, K, device),)
     return Launch(_quantize_rows_and_sum_kernel, grid, (M, K, stride_m), **constants)
 
@@ -283,28 +208,57 @@ def quantize(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """q_MK, q_KM (each None unless requested) and the scale.
 
-    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes, except from 16
-    bits to fp8 in tiles of 128x1; the other granularities store both layouts in one pass.
+    Row-wise and by tile ("1x128"; both sides are powers of two), a copy transposes, except where
+    `triton_quantize_words` does; the other granularities store both layouts in one pass.
     """
     if granularity == "rowwise":
         q_MK, scale = quantize_rows(x_MK, format)
         return q_MK if rows else None, transposed_copy(q_MK) if transposed else None, scale
-    # Triton 3.6 scrambles transposed fp8 tiles computed from float32, and of 128x128 bfloat16:
-    # weight gradients became NaN, input gradients wrong
+    has_words = granularity == "128x1" and triton_quantize_words.takes(x_MK, format)
+    if has_words and transposed and not rows:
+        return None, *triton_quantize_words.quantize_128x1(rows_contiguous(x_MK), format)[:2]
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
-    is_fp8 = format.exponent_bits > 0
-    is_scrambled = is_fp8 and x_MK.dtype == torch.float32
-    fills_words = is_fp8 and not is_scrambled and x_MK.shape[0] % 4 == 0
-    if granularity == "128x1" and not rows and fills_words:
-        return None, *_quantize_128x1(rows_contiguous(x_MK), format)
-    if transposed and (is_scaled_by_tile or is_scrambled):
+    if transposed and (is_scaled_by_tile or _is_scrambled(x_MK, format)):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
         q_KM = transpose_bytes(q_MK.view(torch.int8)).view(format.dtype)
         return q_MK if rows else None, q_KM, scale
     x_MK = rows_contiguous(x_MK)
     if is_scaled_by_tile:
         return _quantize_by_tile(x_MK, format, granularity)
-    return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)
+    return _quantize_tiles(x_MK, format, granularity == "columnwise", rows, transposed)[:3]
+
+
+def quantize_pair(
+    x_MK: Tensor, format: Format, granularity: str, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`reference.quantize_pair`; 16-bit x in fours of rows is read once for q_KM and the sums."""
+    both = {"rows": True, "transposed": True}
+    if granularity == "tensorwise":
+        if _is_scrambled(x_MK, format):
+            q_MK, q_KM, scale = quantize(x_MK, format, granularity, **both)
+            total = x_MK.sum(dim=0) if sums else None
+        else:
+            x_MK = rows_contiguous(x_MK)
+            q_MK, q_KM, scale, total = _quantize_tiles(x_MK, format, False, **both, sums=sums)
+        return q_MK, scale, q_KM, scale, total
+    across = PAIRED[granularity]
+    q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
+    if across == "128x1" and triton_quantize_words.takes(x_MK, format):
+        return (
+            q_MK,
+            scale,
+            *triton_quantize_words.quantize_128x1(rows_contiguous(x_MK), format, sums),
+        )
+    _, q_KM, across_scale = quantize(x_MK, format, across, rows=False, transposed=True)
+    return q_MK, scale, q_KM, across_scale, x_MK.sum(dim=0, dtype=torch.float32) if sums else None
+
+
+def _is_scrambled(x_MK: Tensor, format: Format) -> bool:
+    """Whether Triton 3.6 scrambles transposed tiles: of fp8 computed from float32.
+
+    It does so in tiles of 128x128 of bfloat16, too. Weight gradients became NaN.
+    """
+    return format.exponent_bits > 0 and x_MK.dtype == torch.float32
 
 
 def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
@@ -315,23 +269,6 @@ def _quantize_by_tile(x_MK: Tensor, format: Format, granularity: str) -> tuple:
     facts = (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), granularity, scale.stride())
     _plan_by_tile(*facts, format)(x_MK, q_MK, scale)
     return q_MK, None, scale
-
-
-def _quantize_128x1(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """q_KM and the scale; M must be a multiple of 4."""
-    M, K = x_MK.shape
-    q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device)
-    scale = empty_scale(x_MK, "128x1")
-    launch = _plan_128x1(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format)
-    launch(x_MK, q_KM, q_KM.view(torch.int32), scale)
-    return q_KM, scale
-
-
-@plan
-def _plan_128x1(device, dtype, M: int, K: int, stride_m: int, format: Format) -> Launch:
-    grid = (triton.cdiv(M, 128), triton.cdiv(K, 64))
-    constants = {"MAX": format.max, "BLOCK_K": 64, "num_warps": 4}
-    return Launch(_quantize_128x1_kernel, grid, (M, K, stride_m), **constants)
 
 
 @plan
@@ -345,54 +282,64 @@ def _plan_by_tile(
         "TILE_K": tile_k,
         "BLOCK_M": tile_m if tile_m > 1 else 32,
         "BLOCK_K": tile_k if tile_k > 1 else 64,
-        "num_warps": 8,
+        "num_warps": 4 if tile_m == 1 else 8,
     }
     grid = (triton.cdiv(M, constants["BLOCK_M"]), triton.cdiv(K, constants["BLOCK_K"]))
     return Launch(_quantize_by_tile_kernel, grid, (M, K, stride_m, *strides), **constants)
 
 
 def _quantize_tiles(
-    x_MK: Tensor, format: Format, columns: bool, rows: bool, transposed: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    x_MK: Tensor, format: Format, columns: bool, rows: bool, transposed: bool, sums: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """q_MK, q_KM, the scale and the column sums."""
     M, K = x_MK.shape
     device, facts = x_MK.device, (x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), columns)
-    find_maxima = _plan_maxima(*facts)
+    find_maxima = _plan_maxima(*facts, sums)
     if columns:  # one maximum per column
         bits = torch.zeros(K, dtype=torch.int32, device=device)
     else:  # one per program
         bits = torch.empty(find_maxima.num_programs, dtype=torch.int32, device=device)
-    find_maxima(x_MK, bits)
     scale = torch.empty(1, K if columns else 1, dtype=torch.float32, device=device)
+    parts = (
+        torch.empty(find_maxima.grid[1], K, dtype=torch.float32, device=device) if sums else scale
+    )
+    find_maxima(x_MK, bits, parts)
     q_MK = torch.empty(M, K, dtype=format.dtype, device=device) if rows else None
     q_KM = torch.empty(K, M, dtype=format.dtype, device=device) if transposed else None
-    launch = _plan_tiles(*facts, format, rows, transposed)
+    launch = _plan_tiles(*facts, format, rows, transposed, find_maxima.num_programs)
     launch(x_MK, q_MK if rows else q_KM, q_KM if transposed else q_MK, bits, scale)
-    return q_MK, q_KM, scale
+    return q_MK, q_KM, scale, sum_parts(parts) if sums else None
 
 
 @plan
-def _plan_maxima(device, dtype, M: int, K: int, stride_m: int, columns: bool) -> Launch:
-    block_m, block_k = 16, 256
+def _plan_maxima(device, dtype, M: int, K: int, stride_m: int, columns: bool, sums: bool) -> Launch:
+    block_m, block_k = (16, 256) if columns else (8, 512)
     across, down = triton.cdiv(K, block_k), triton.cdiv(M, block_m)
-    down = min(down, max(1, (8 if columns else 4) * num_sms(device) // across))
-    constants = {"COLUMNS": columns, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    down = min(down, max(1, (8 if columns else 2) * num_sms(device) // across))
+    constants = {
+        "COLUMNS": columns,
+        "SUMS": sums,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
+        "STAGES": 1 if columns else 4,
+    }
     return Launch(_amax_kernel, (across, down), (M, K, stride_m), **constants)
 
 
 @plan
 def _plan_tiles(
-    device, dtype, M: int, K: int, stride_m: int, columns: bool, format, rows, transposed
+    device, dtype, M: int, K: int, stride_m: int, columns: bool, format, rows, transposed, parts
 ) -> Launch:
-    block = 64
-    parts = _plan_maxima(device, dtype, M, K, stride_m, columns).num_programs
+    """`parts`: the number of maxima of a tensor."""
+    block_m, block_k = 64, 128
     constants = {
         "MAX": format.max,
         "COLUMNS": columns,
         "ROWS_OUT": rows,
         "TRANSPOSED_OUT": transposed,
         "PARTS": triton.next_power_of_2(parts),
-        "BLOCK_M": block,
-        "BLOCK_K": block,
+        "BLOCK_M": block_m,
+        "BLOCK_K": block_k,
     }
-    grid = (triton.cdiv(M, block), triton.cdiv(K, block))
+    grid = (triton.cdiv(M, block_m), triton.cdiv(K, block_k))
     return Launch(_quantize_tiles_kernel, grid, (M, K, stride_m, parts), **constants)

@@ -121,7 +121,21 @@ def test_switchback_m_saves_int8_input():
     assert sum(t.nbytes for t in saved) == TOKENS * IN + IN * OUT + 4 * (TOKENS + 1)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("high", "switchback_m")])
+PAIRED = [name for name, recipe in RECIPES.items() if recipe.shares_input]
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_recipes_whose_products_share_the_input_save_it_in_fp8(name):
+    module, x, _ = make(name)
+    saved = saved_by(module, x, torch.bfloat16)
+    assert [t.itemsize for t in saved if t.shape in {(TOKENS, IN), (IN, TOKENS)}] == [1]
+    module.weight.requires_grad_(False)
+    assert not any(t.shape in {(TOKENS, IN), (IN, TOKENS)} for t in saved_by(module, x))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in RECIPES if name not in ("high", "switchback_m", *PAIRED)]
+)
 def test_other_recipes_save_the_16_bit_input_once(name):
     module, x, _ = make(name)
     saved = saved_by(module, x, torch.bfloat16)

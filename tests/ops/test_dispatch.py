@@ -68,6 +68,17 @@ def test_fake_quantize_op_matches_the_kernel(device, format, granularity, rows, 
     assert_fake_is_true(ops._quantize, ops._quantize_kernel, *arguments)
 
 
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("granularity", reference.PAIRED)
+def test_fake_pair_op_matches_the_kernel(device, granularity, sums):
+    for x in (
+        torch.randn(132, 100, device=device),
+        torch.randn(132, 100, device=device).bfloat16(),
+    ):
+        arguments = (x, "e4m3", granularity, sums)
+        assert_fake_is_true(ops._quantize_pair, ops._pair_kernel, *arguments)
+
+
 def test_other_fake_ops_match_the_kernels(device):
     x = torch.randn(7, 20, device=device, dtype=torch.bfloat16)
     q, scale = reference.quantize(x, INT8, "rowwise")
@@ -145,5 +156,5 @@ def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability
 def test_all_ops_are_compared_with_their_fakes():
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("lowprec::")}
     tried = "quantize quantize_rows_and_sum gelu_quantize gelu_backward_quantize matmul attention "
-    tried += "attention_backward dequantize"
+    tried += "attention_backward dequantize quantize_pair"
     assert ours == {f"lowprec::{name}" for name in tried.split()}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
-from lowprec.ops import reference, triton_dequantize
+from lowprec.ops import reference, triton_dequantize, triton_sum
 from lowprec.ops import triton_quantize as kernels
 
 FORMATS = [INT8, E4M3, E5M2]
@@ -38,6 +38,12 @@ def assert_same(result, expected, what):
     assert torch.equal(bits(result), bits(expected)), what
 
 
+def assert_same_scale(scale, expected):
+    nan = expected.isnan()  # NaN has many bit patterns
+    assert torch.equal(scale.isnan(), nan)
+    assert_same(scale.nan_to_num(7.0), expected.nan_to_num(7.0), "scale")
+
+
 def by_kernels(x, format, granularity):
     """(q_MK, q_KM or None, scale) from the host functions."""
     if granularity == "rowwise":
@@ -49,9 +55,7 @@ def by_kernels(x, format, granularity):
 def check(x, format, granularity):
     q, q_transposed, scale = by_kernels(x, format, granularity)
     expected, expected_scale = reference.quantize(x, format, granularity)
-    nan = expected_scale.isnan()  # NaN has many bit patterns
-    assert torch.equal(scale.isnan(), nan)
-    assert_same(scale.nan_to_num(7.0), expected_scale.nan_to_num(7.0), "scale")
+    assert_same_scale(scale, expected_scale)
     assert_same(q, expected, "q")
     if q_transposed is not None:
         assert_same(q_transposed, expected.T.contiguous(), "transposed q")
@@ -84,17 +88,38 @@ def test_single_layout_matches_reference(device, format, granularity, rows, tran
     assert_same(scale, expected_scale, "scale")
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (152, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 1), (152, 70), (132, 260)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("format", FORMATS[1:], ids=lambda format: format.name)
-def test_words_of_four_rows_are_transposed(device, format, dtype, shape):
-    x = make((shape[0], 80), dtype, device)[:, : shape[1]]
-    x[-1, -1] = torch.inf
-    _, q, scale = kernels.quantize(x, format, "128x1", rows=False, transposed=True)
-    expected, expected_scale = reference.quantize(x, format, "128x1")
+@pytest.mark.parametrize("granularity", ["128x1", "tensorwise"])
+def test_words_of_four_rows_are_transposed(device, format, dtype, shape, granularity):
+    x = make((shape[0], shape[1] + 10), dtype, device)[:, : shape[1]]
+    if granularity == "128x1":
+        x[-1, -1] = torch.inf
+    _, q, scale = kernels.quantize(x, format, granularity, rows=False, transposed=True)
+    expected, expected_scale = reference.quantize(x, format, granularity)
     assert_same(q, expected.T.contiguous(), "transposed q")
-    assert scale[-1, -1].isnan()
-    assert_same(scale.nan_to_num(7.0), expected_scale.nan_to_num(7.0), "scale")
+    assert_same_scale(scale, expected_scale)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("granularity", reference.PAIRED)
+@pytest.mark.parametrize(
+    "format, dtype", [(INT8, torch.bfloat16), *PAIRS[2:], (E4M3, torch.float16)], ids=str
+)
+def test_pairs_match_reference_bits(device, format, dtype, granularity, sums):
+    for shape in ((132, 260), (150, 20), (4, 128)):
+        x = make((shape[0], shape[1] + 10), dtype, device)[:, : shape[1]]
+        if shape[0] == 150:
+            x[-1, -1] = torch.nan
+        *pair, total = kernels.quantize_pair(x, format, granularity, sums)
+        *expected, expected_total = reference.quantize_pair(x, format, granularity, sums)
+        for (q, scale), (e, e_scale) in ((pair[:2], expected[:2]), (pair[2:], expected[2:])):
+            assert_same(q, e, "q")
+            assert_same_scale(scale, e_scale)
+        assert (total is None) == (not sums)
+        if sums:
+            torch.testing.assert_close(total, expected_total, equal_nan=True)
 
 
 @each_granularity
@@ -173,3 +198,11 @@ def test_dequantization_matches_reference_bits(device, shape, granularity, forma
         expected = reference.dequantize(q, scale * factor, dtype)
         assert torch.equal(result.isnan(), expected.isnan())
         assert_same(result.nan_to_num(7.0), expected.nan_to_num(7.0), factor)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (130, 33), (1056, 40)], ids=str)
+def test_parts_are_summed(device, shape):
+    parts = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+    sums = triton_sum.sum_parts(parts)
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), parts.double().sum(dim=0), rtol=0, atol=1e-4)
