@@ -21,6 +21,12 @@ BASELINES = {  # of a whole model: the cases of which the fastest counts
     "autograd_high": ("autograd_high",),
 }
 SETTINGS = {"image_size": "{:.0f} px", "patch_dropout": "patch dropout {:g}"}  # of a line, in words
+SCALING = "scale"  # lines of several devices, as each is compared with its own
+RUN = ["file", "device", "host", "commit", "shape"]  # what lines of it share that are compared
+SCALED = (  # their shape
+    r"^(?P<model>.+)-(?P<precision>[^-]+)-(?P<optimizer>[^-]+)-s\d+, "
+    r"batch (?P<batch>\d+) a process(?P<settings>.*)$"
+)
 MAKERS = {"quantization_variance": "quant_error"}
 
 
@@ -28,7 +34,8 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
     """A row per line of a benchmark in `root/<slug>/*.jsonl` and `root/bench/<slug>/*.jsonl`.
 
     `file` is the line's file; `ms` is NaN for a case that was skipped or wrong.
-    Raises NoRunsError if there are no lines, if a file is damaged, and for several devices.
+    Raises NoRunsError if there are no lines, if a file is damaged, and, except for SCALING, for
+    several devices.
     """
     folders = as_path(root) / slug, as_path(root) / "bench" / slug
     files = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
@@ -43,7 +50,7 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
             f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}"
         )
     devices = sorted(frame["device"].unique())
-    if len(devices) > 1:
+    if len(devices) > 1 and slug != SCALING:
         raise NoRunsError(
             f"{root}: {slug} was measured on {', '.join(devices)}; a figure shows one "
             "device: move the files of each into a folder of its own"
@@ -145,6 +152,33 @@ def quantize_shares(lines: pd.DataFrame) -> pd.DataFrame:
     times = switchback_times(lines).rename(columns={"device": "source", "dtype": "series"})
     times["value"] = 100 * times["quantize_ms"] / times["ms"]
     return times[["file", "source", "series", "tokens", "dim", "value"]]
+
+
+def weak_scaling(lines: pd.DataFrame) -> pd.DataFrame:
+    """`ratio`: images/s per GPU relative to one GPU in the same run, on the same host.
+
+    One row per run, `kind` (ddp, fsdp2) and number of processes, 1 among them. If a run has a case
+    twice, the last counts. `attrs["left_out"]` names the lines whose run has none of one process;
+    NoRunsError if these are all.
+    """
+    timed = lines.reindex(columns=[*RUN, "case", "ms"]).dropna(subset="ms")
+    timed = timed.drop_duplicates([*RUN, "case"], keep="last")
+    timed = timed.join(timed["case"].str.extract(r"^(?P<kind>ddp|fsdp2) x (?P<processes>\d+)$"))
+    one = timed.loc[timed["case"] == "one process", [*RUN, "ms"]].rename(columns={"ms": "base_ms"})
+    table = timed.dropna(subset="kind").merge(one, how="left", on=RUN)
+    names = table["case"] + " of " + table["shape"]
+    left_out = names[table["base_ms"].isna()] + " (no line of one process of the same run and host)"
+    table = table.dropna(subset="base_ms")
+    if table.empty:
+        raise NoRunsError("no line of ddp or fsdp2 has one of one process next to it, of its shape")
+    first = table.drop_duplicates([*RUN, "kind"])
+    table = pd.concat([first.assign(processes=1, ms=first["base_ms"]), table], ignore_index=True)
+    table["processes"] = table["processes"].astype(int)
+    table["ratio"] = table["base_ms"] / table["ms"]  # each process has the same number of images
+    table = table.join(table["shape"].str.extract(SCALED)).rename(columns={"device": "source"})
+    table = table.drop(columns=["case", "shape"])
+    table.attrs["left_out"] = [*left_out]
+    return table
 
 
 def devices(frame: pd.DataFrame) -> str:

@@ -211,7 +211,7 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     frame = figure.query(load_lines(root, figure.lines))
     paths = sorted(set(frame["file"].dropna()) - {""})
     files = [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
-    return frame, {"mark": "", "files": files, "left_out": []}, "paper"
+    return frame, {"mark": "", "files": files, "left_out": frame.attrs.get("left_out", [])}, "paper"
 
 
 def _some(names: list[str]) -> str:

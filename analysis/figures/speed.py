@@ -1,5 +1,6 @@
-"""Figures of benchmark lines: time and time saved by size and method."""
+"""Figures of benchmark lines: time and time saved by size and method, and weak scaling."""
 
+import textwrap
 from functools import partial
 
 import numpy as np
@@ -201,6 +202,54 @@ def most_precise(frame: pd.DataFrame) -> str:
     return f"On normal numbers, {NOISE[longest.idxmin()][0]} has the smallest error"
 
 
+KINDS = {"ddp": ("DDP", "-", "o"), "fsdp2": ("FSDP2", "--", "s")}  # in print, line, marker
+
+
+def by_setting(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each model, optimizer, device, batch and further settings."""
+    keys = ["model", "optimizer", "source", "batch", "settings"]
+    order = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
+    parts = frame.assign(order=order).sort_values("order", kind="stable")
+    return [
+        (f"{naming.model(model)}, {naming.optimizer_name(optimizer)}, {on(part)}\n"
+         + textwrap.fill(f"{int(batch):,} images per GPU{settings}", 40), part)
+        for (model, optimizer, _, batch, settings), part in parts.groupby(keys, sort=False)
+    ]  # fmt: skip
+
+
+def plot_scaling(frame: pd.DataFrame, ax: Axes) -> None:
+    """A line for each precision with DDP or FSDP2, from one GPU on; points are other runs of it.
+
+    The line is of the run with the most numbers of GPUs, of several the last one.
+    """
+    order = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+    parts = frame.assign(order=order).sort_values(["order", "kind", "processes"])
+    for (precision, kind), part in parts.groupby(["precision", "kind"], sort=False):
+        name, dashes, marker = KINDS[kind]
+        runs = [run for _, run in part.groupby(["file", "host", "commit"], dropna=False)]
+        *others, longest = sorted(runs, key=len)
+        look = {"color": color(precision), "marker": marker, "ms": 4}
+        for run in others:
+            ax.plot(run["processes"], run["ratio"], ls="none", mfc="white", zorder=3, **look)
+        look |= {"lw": 1.2, "ls": dashes, "label": f"{naming.precision(precision)}, {name}"}
+        ax.plot(longest["processes"], longest["ratio"], zorder=4, **look)
+    ax.axhline(1, color="black", lw=0.8, ls=":")
+    ax.annotate("perfect scaling", (1, 1), (0, 1.5), xycoords=ax.get_yaxis_transform(), ha="right",
+                fontsize=6.5, textcoords="offset points")  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter("{x:g}")
+    low, high = frame["ratio"].agg(["min", "max"])
+    ax.set(xlabel="GPUs of one host", ylim=(min(0.8, low - 0.02), high + 0.02))
+    panels.name_values(ax, "images/s per GPU, relative\nto one GPU", "y")
+
+
+def slowest_and_fastest(frame: pd.DataFrame) -> str:
+    """The title of `weak_scaling`, at the largest number of GPUs."""
+    most = frame["processes"].max()
+    shares = naming.span(100 * frame.loc[frame["processes"] == most, "ratio"], "{:.0f}")
+    return f"Each of {most} GPUs trains at {shares}% of the speed of one GPU alone"
+
+
 FIGURES = {
     "op_profile": Panels(
         title=partial(at_both_ends, "Layers in 8 bits save {} of the time of 16 bits"),
@@ -238,6 +287,16 @@ FIGURES = {
         "ViT-H/14 with SwitchBack on A100s in fp16, {:g} to {:g}%. After figure 4 (right), "
         "arXiv:2304.13013."
         .format(*paper.END_TO_END),
+    ),
+    "weak_scaling": Panels(
+        title=slowest_and_fastest,
+        lines=bench.SCALING,
+        table=bench.weak_scaling,
+        plots=(plot_scaling,),
+        facet=by_setting,
+        text="Training steps on GPUs of one host with the same number of images per GPU: images "
+        "per second and GPU, relative to one GPU of the same host in the same run. Hollow: "
+        "further runs.",
     ),
     "quantization_variance": Panels(
         title=most_precise,

@@ -13,6 +13,7 @@ from analysis.figures import (
     end_to_end_speed,
     op_profile,
     quantize_share,
+    weak_scaling,
 )
 from analysis.load import NoRunsError
 from tests.analysis.conftest import drawn, legend, write_rows
@@ -50,6 +51,20 @@ def model_lines():
         for case, ms in (times | {"switchback": 72.0, "llm_int8": 85.0}).items():
             yield line("model", case, ms, shape=f"{model} batch 256")
     yield line("model", "autograd_high", 1e-3, shape="vit_h14 batch 256, checkpointing")
+
+
+def scale_lines(device=DEVICE):
+    """Two machines, the second of half the speed; on it, one process was not timed in fp8."""
+    times = {
+        ("bf16", 1): {"one process": 100.0, "ddp x 2": 105.0, "ddp x 4": 110.0, "fsdp2 x 4": 125.0},
+        ("switchback", 1): {"one process": 80.0, "ddp x 4": 96.0, "ddp x 4, separate kernels": 1.0},
+        ("bf16", 2): {"one process": 200.0, "ddp x 4": 210.0},
+        ("hw_fp8_switchback", 2): {"ddp x 4": 100.0},
+    }
+    for (precision, host), cases in times.items():
+        shape = f"vit_h14-{precision}-adamw-s0, batch 128 a process, checkpointing"
+        for case, ms in cases.items():
+            yield line("scale", case, ms, device, shape=shape, host=host)
 
 
 def write(root, slug, lines, name="20260101-000000"):
@@ -142,3 +157,35 @@ def test_figure_of_lines_names_its_files_with_their_digests(tmp_path):
     assert about["files"] == [{"path": str(file), "sha256": digest}]
     assert DEVICE in about["caption"] and about["left_out"] == []
     assert np.isfinite(pd.read_csv(out / "quantize_share.csv")["value"]).all()
+
+
+def test_each_number_of_gpus_is_compared_with_one_gpu_of_its_run_and_machine(tmp_path):
+    write(tmp_path, "scale", [*scale_lines(), *scale_lines("OTHER")])
+    frame = weak_scaling.query(load_lines(tmp_path, "scale"))
+    of_one = frame[frame["source"] == DEVICE]
+    ratios = of_one.set_index(["host", "precision", "kind", "processes"])["ratio"].to_dict()
+    assert {at: ratio for at, ratio in ratios.items() if at[3] > 1} == pytest.approx({
+        (1, "bf16", "ddp", 2): 100 / 105,
+        (1, "bf16", "ddp", 4): 100 / 110,
+        (1, "bf16", "fsdp2", 4): 100 / 125,
+        (1, "switchback", "ddp", 4): 80 / 96,
+        (2, "bf16", "ddp", 4): 200 / 210,
+    })  # fmt: skip
+    assert {ratio for at, ratio in ratios.items() if at[3] == 1} == {1}
+    [case] = {*frame.attrs["left_out"]}
+    assert "hw_fp8_switchback" in case and "no line of one process" in case
+    axes = drawn(weak_scaling, frame)
+    titles = [f"ViT-H/14, AdamW, {name}" for name in ("SYNTHETIC", "OTHER")]
+    assert [ax.get_title().split("\n")[0] for ax in axes] == titles
+    for ax in axes:
+        other, line_of_ddp = ax.get_lines()[:2]
+        assert other.get_ydata() == pytest.approx([1, 200 / 210]) and other.get_ls() == "None"
+        assert line_of_ddp.get_ydata() == pytest.approx([1, 100 / 105, 100 / 110])
+    assert {*legend(axes[0])} == {"bf16, DDP", "bf16, FSDP2", "SwitchBack int8, DDP"}
+    assert weak_scaling.title(frame).startswith("Each of 4 GPUs trains at 80 to 95% of")
+
+
+def test_without_a_line_of_one_process_no_scaling_is_drawn(tmp_path):
+    alone = [row | {"case": "ddp x 4"} for row in scale_lines()]
+    with pytest.raises(NoRunsError, match="no line of ddp or fsdp2 has one of one process"):
+        weak_scaling.query(load_lines(write(tmp_path, "scale", alone), "scale"))

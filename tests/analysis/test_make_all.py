@@ -22,6 +22,7 @@ from tests.analysis.test_bench_figures import (
     line,
     model_lines,
     op_lines,
+    scale_lines,
 )
 from tests.analysis.test_block_figures import noises
 from tests.analysis.test_paired_branches import write_steps
@@ -100,6 +101,7 @@ def lines():
     """Benchmark lines of every slug whose times follow from the sizes."""
     yield from op_lines(DIMS)
     yield from model_lines()
+    yield from scale_lines()
     for case, ms in (("high", 30.0), ("switchback", 20.0)):
         facts = {"image_size": 32, "patch_dropout": 0.0, "compiled": False, "optimizer": "adamw"}
         yield line("step", case, ms, shape="mini_l batch 128", batches="loaded", **facts)
