@@ -60,17 +60,17 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Compiles each block with torch.compile, in place; parameter names do not change.
 
-    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`). Unless it has
-    been set, `torch._inductor.config.inductor_choices_class` becomes `reductions_in_registers`.
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`). They are compiled
+    with `reductions_in_registers`, unless `torch._inductor.config.inductor_choices_class` is set.
     """
     from torch._inductor import config as inductor_config  # takes a second
 
-    blocks = list(blocks)
+    blocks, options = list(blocks), None
     checkpoint_blocks(model, blocks)
     if inductor_config.inductor_choices_class is None:
-        inductor_config.inductor_choices_class = reductions_in_registers
+        options = {"inductor_choices_class": reductions_in_registers}
     for block in blocks:
-        block.compile(dynamic=False)
+        block.compile(dynamic=False, options=options)
 
 
 def reductions_in_registers() -> Any:

@@ -252,9 +252,9 @@ GAINS_FROM = {  # recipe: min(in, out) from which it beats 16 bits, without laun
     "switchback_m": 768,
     "switchback_q": 768,
     "llm_int8": 1024,
-    "hw_fp8_tensorwise": 1280,
+    "hw_fp8_tensorwise": 768,
     "hw_fp8_switchback": 768,
-    "hw_fp8_blockwise": 1280,
+    "hw_fp8_blockwise": 1024,
 }
 
 

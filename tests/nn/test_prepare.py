@@ -1,16 +1,19 @@
 """prepare_for_training on models of open_clip, timm and transformers, against `apply_recipe`."""
 
 import copy
-import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.choices import InductorChoices, ReductionHint, V
+from torch._inductor.graph import GraphLowering
+from torch._inductor.sizevars import SizeVarAllocator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
@@ -65,27 +68,44 @@ def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(row, reci
     assert (gradient - expected).norm() < bound * expected.norm()
 
 
-def test_compiled_blocks_leave_choices_of_the_user_alone(monkeypatch):
-    model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
-    for own, expected in ((None, reductions_in_registers), (object, object)):
-        monkeypatch.setattr(inductor_config, "inductor_choices_class", own)
-        compile_blocks(model, [model[0]])
-        assert inductor_config.inductor_choices_class is expected
+class Block(nn.Sequential):
+    """A block, since torch.compile skips the forward of torch's own modules."""
+
+    def forward(self, x):
+        return super().forward(x)
 
 
-@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@pytest.mark.parametrize(("width", "kernels"), [(1280, "triton_per"), (4096, "triton_red")])
-def test_layer_norms_of_up_to_2048_features_read_rows_once(width, kernels, monkeypatch):
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
+@pytest.mark.parametrize("own", [None, InductorChoices], ids=["default", "set by the user"])
+def test_blocks_are_compiled_with_our_choices_in_every_thread(own, monkeypatch):
+    kinds, lower = [], GraphLowering.__init__
+    spy = lambda *a, **options: kinds.append(type(V.choices)) or lower(*a, **options)  # noqa: E731
+    monkeypatch.setattr(GraphLowering, "__init__", spy)
     torch.compiler.reset()
-    model = nn.Sequential(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 8))).cuda()
-    compile_blocks(model, [model[0]])
-    x = torch.randn(64, width, device="cuda", requires_grad=True)
-    output, [code] = run_and_get_code(model[0], x)
-    assert {"triton_per", "triton_red"} & set(re.findall("triton_(?:per|red)", code)) == {kernels}
-    expected = nn.Sequential.forward(model[0], x)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    model = nn.Sequential(Block(nn.LayerNorm(8), nn.Linear(8, 8)))
+    x = torch.randn(4, 8, requires_grad=True)
+    with inductor_config.patch(inductor_choices_class=own, force_disable_caches=True):
+        compile_blocks(model, [model[0]])
+        with ThreadPoolExecutor(2) as forward, ThreadPoolExecutor(1) as backward:
+            output = forward.submit(model[0], x).result()
+            backward.submit(output.sum().backward).result()  # as a GPU's, in another thread
+    ours = type(reductions_in_registers()).__qualname__
+    names = [kind.__qualname__ for kind in kinds]
+    assert names == [ours, ours] if own is None else ours not in names
+
+
+@pytest.mark.parametrize(
+    ("hint", "length", "in_registers"),
+    [("INNER", 1280, True), ("INNER", 2049, False), ("DEFAULT", 1280, False)],
+)
+def test_compiled_reductions_keep_rows_of_2048_elements_in_registers(hint, length, in_registers):
+    graph = SimpleNamespace(sizevars=SizeVarAllocator())
+    features = SimpleNamespace(
+        get_reduction_hint=lambda: ReductionHint[hint], reduction_numel=sympy.Integer(length)
+    )
+    with V.set_graph_handler(graph):
+        decide = reductions_in_registers().should_use_persistent_reduction
+        assert decide(features, cooperative_reduction=False) is in_registers
 
 
 class Count(TorchDispatchMode):
