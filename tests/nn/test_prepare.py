@@ -77,14 +77,15 @@ class Block(nn.Sequential):
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize("own", [None, InductorChoices], ids=["default", "set by the user"])
-def test_blocks_are_compiled_with_our_choices_in_every_thread(own, monkeypatch):
+def test_blocks_are_compiled_with_our_choices_in_every_thread(own, monkeypatch, tmp_path):
     kinds, lower = [], GraphLowering.__init__
     spy = lambda *a, **options: kinds.append(type(V.choices)) or lower(*a, **options)  # noqa: E731
     monkeypatch.setattr(GraphLowering, "__init__", spy)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no earlier result
     torch.compiler.reset()
     model = nn.Sequential(Block(nn.LayerNorm(8), nn.Linear(8, 8)))
     x = torch.randn(4, 8, requires_grad=True)
-    with inductor_config.patch(inductor_choices_class=own, force_disable_caches=True):
+    with inductor_config.patch(inductor_choices_class=own):
         compile_blocks(model, [model[0]])
         with ThreadPoolExecutor(2) as forward, ThreadPoolExecutor(1) as backward:
             output = forward.submit(model[0], x).result()
