@@ -60,36 +60,58 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Compiles each block with torch.compile, in place; parameter names do not change.
 
-    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`). They are compiled
-    with `reductions_in_registers`, unless `torch._inductor.config.inductor_choices_class` is set.
+    Gradient checkpointing that is on moves into the blocks (`checkpoint_blocks`).
     """
-    from torch._inductor import config as inductor_config  # takes a second
-
-    blocks, options = list(blocks), None
+    blocks = list(blocks)
     checkpoint_blocks(model, blocks)
-    if inductor_config.inductor_choices_class is None:
-        options = {"inductor_choices_class": reductions_in_registers}
     for block in blocks:
-        block.compile(dynamic=False, options=options)
+        block.compile(dynamic=False, backend=_inductor)
 
 
-def reductions_in_registers() -> Any:
+def _inductor(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """torch.compile's default backend, with `rows_in_registers` for this graph alone.
+
+    If `torch._inductor.config.inductor_choices_class` is set, its choices are left alone.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    if config.inductor_choices_class is not None:
+        return compile_fx(graph, inputs)
+
+    def compile_inner(*args: Any, **options: Any) -> Any:
+        with V.set_choices_handler(rows_in_registers()):  # a thread keeps those of its first graph
+            return compile_fx_inner(*args, **options)
+
+    # part of the key of torch's caches; the backward pass is compiled later, by another thread
+    patches = {"inductor_choices_class": rows_in_registers}
+    return compile_fx(graph, inputs, inner_compile=compile_inner, config_patches=patches)
+
+
+def rows_in_registers() -> Any:
     """Inductor's choices, but reductions keep rows of up to 2,048 elements in registers.
 
     Inductor's limit is 1,024. Beyond it, a kernel reads a row once per pass: layer norms of ViT-H,
     1,280 wide, take up to four times the time of their reads and writes.
     """
-    from torch._inductor.choices import InductorChoices, ReductionHint, V
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices, ReductionHint
+    from torch._inductor.virtualized import V
 
     class Choices(InductorChoices):
         def uuid(self) -> str:
-            return "lowprec, rows of 2048"
+            return f"lowprec, rows of {MAX_ROW}"
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction:
-                return V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_ROW)
             default = InductorChoices.should_use_persistent_reduction
+            # a thread may keep these choices for graphs that are not compiled by `_inductor`
+            is_ours = config.inductor_choices_class is rows_in_registers
+            is_row = features.get_reduction_hint() == ReductionHint.INNER
+            fits = V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_ROW)
+            if is_ours and is_row and fits and not cooperative_reduction:
+                return config.triton.persistent_reductions
             return default(features, cooperative_reduction)
 
     return Choices()

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.nn import apply_recipe, prepare_for_training
 from lowprec.nn.attention import Attention
-from lowprec.nn.blocks import compile_blocks, find_blocks, reductions_in_registers
+from lowprec.nn.blocks import compile_blocks, find_blocks, rows_in_registers
 from tests.nn.models import MODELS, clip, clip_loss, images, pair, timm
 
 CLIP, VIT = MODELS["open_clip"], MODELS["timm vit"]
@@ -75,38 +75,83 @@ class Block(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
-@pytest.mark.parametrize("own", [None, InductorChoices], ids=["default", "set by the user"])
-def test_blocks_are_compiled_with_our_choices_in_every_thread(own, monkeypatch, tmp_path):
-    kinds, lower = [], GraphLowering.__init__
-    spy = lambda *a, **options: kinds.append(type(V.choices)) or lower(*a, **options)  # noqa: E731
-    monkeypatch.setattr(GraphLowering, "__init__", spy)
+def keeps(hint, length, cooperative=False):
+    """Whether the current choices keep rows of this length in registers."""
+    features = SimpleNamespace(
+        get_reduction_hint=lambda: ReductionHint[hint],
+        reduction_numel=sympy.Integer(length),
+        numel=sympy.Integer(64),
+    )
+    return bool(V.choices.should_use_persistent_reduction(features, cooperative))
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """For each graph that Inductor lowers, whether rows of 1,280 elements stay in registers."""
+    kept, lower = [], GraphLowering.__init__
+
+    def lowered(graph, *args, **options):
+        lower(graph, *args, **options)
+        with V.set_graph_handler(graph):
+            kept.append(keeps("INNER", 1280))
+
+    monkeypatch.setattr(GraphLowering, "__init__", lowered)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # no earlier result
     torch.compiler.reset()
+    return kept
+
+
+def compiled_block():
     model = nn.Sequential(Block(nn.LayerNorm(8), nn.Linear(8, 8)))
-    x = torch.randn(4, 8, requires_grad=True)
-    with inductor_config.patch(inductor_choices_class=own):
-        compile_blocks(model, [model[0]])
-        with ThreadPoolExecutor(2) as forward, ThreadPoolExecutor(1) as backward:
-            output = forward.submit(model[0], x).result()
-            backward.submit(output.sum().backward).result()  # as a GPU's, in another thread
-    ours = type(reductions_in_registers()).__qualname__
-    names = [kind.__qualname__ for kind in kinds]
-    assert names == [ours, ours] if own is None else ours not in names
+    compile_blocks(model, [model[0]])
+    return model[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+@pytest.mark.parametrize("is_first", [True, False], ids=["block first", "block last"])
+def test_rows_stay_in_registers_in_blocks_alone(is_first, kept):
+    block, other = compiled_block(), torch.compile(lambda x: x.softmax(1))
+    functions = (block, other) if is_first else (other, block)
+    with ThreadPoolExecutor(1) as forward, ThreadPoolExecutor(1) as backward:
+        for function in functions:  # a GPU's backward pass runs in another thread
+            output = forward.submit(function, torch.randn(4, 8, requires_grad=True)).result()
+            backward.submit(output.sum().backward).result()
+    assert kept == ([True] * 2 + [False] * 2)[:: 1 if is_first else -1]
+
+
+class OwnChoices(InductorChoices):
+    def uuid(self):
+        return "own"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
+def test_choices_of_the_user_are_left_alone(kept):
+    with inductor_config.patch(inductor_choices_class=OwnChoices):
+        compiled_block()(torch.randn(4, 8))
+    assert kept == [False]
 
 
 @pytest.mark.parametrize(
-    ("hint", "length", "in_registers"),
-    [("INNER", 1280, True), ("INNER", 2049, False), ("DEFAULT", 1280, False)],
+    ("hint", "length", "cooperative", "expected"),
+    [
+        ("INNER", 2048, False, True),
+        ("INNER", 2049, False, False),
+        ("INNER", 2048, True, False),  # Inductor's own choice
+        ("DEFAULT", 1280, False, False),
+    ],
 )
-def test_compiled_reductions_keep_rows_of_2048_elements_in_registers(hint, length, in_registers):
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_rows_of_up_to_2048_elements_stay_in_registers(
+    hint, length, cooperative, expected, is_allowed
+):
     graph = SimpleNamespace(sizevars=SizeVarAllocator())
-    features = SimpleNamespace(
-        get_reduction_hint=lambda: ReductionHint[hint], reduction_numel=sympy.Integer(length)
-    )
-    with V.set_graph_handler(graph):
-        decide = reductions_in_registers().should_use_persistent_reduction
-        assert decide(features, cooperative_reduction=False) is in_registers
+    patch = {"inductor_choices_class": rows_in_registers}
+    with (
+        V.set_graph_handler(graph),
+        V.set_choices_handler(rows_in_registers()),
+        inductor_config.patch(patch | {"triton.persistent_reductions": is_allowed}),
+    ):
+        assert keeps(hint, length, cooperative) is (expected and is_allowed)
 
 
 class Count(TorchDispatchMode):
