@@ -158,26 +158,29 @@ def weak_scaling(lines: pd.DataFrame) -> pd.DataFrame:
     """`ratio`: images/s per GPU relative to one GPU in the same run, on the same host.
 
     One row per run, `kind` (ddp, fsdp2) and number of processes, 1 among them. If a run has a case
-    twice, the last counts. `attrs["left_out"]` names the lines whose run has none of one process;
-    NoRunsError if these are all.
+    twice, the last counts. `attrs["left_out"]` names the lines whose run has none of one process
+    and those whose shape is not of this form; NoRunsError if these are all.
     """
     timed = lines.reindex(columns=[*RUN, "case", "ms"]).dropna(subset="ms")
     timed = timed.drop_duplicates([*RUN, "case"], keep="last")
     timed = timed.join(timed["case"].str.extract(r"^(?P<kind>ddp|fsdp2) x (?P<processes>\d+)$"))
     one = timed.loc[timed["case"] == "one process", [*RUN, "ms"]].rename(columns={"ms": "base_ms"})
     table = timed.dropna(subset="kind").merge(one, how="left", on=RUN)
+    table = table.join(table["shape"].str.extract(SCALED))
     names = table["case"] + " of " + table["shape"]
-    left_out = names[table["base_ms"].isna()] + " (no line of one process of the same run and host)"
-    table = table.dropna(subset="base_ms")
+    left_out = [
+        *(names[table["base_ms"].isna()] + " (no line of one process of the same run and host)"),
+        *(names[table["model"].isna()] + " (its shape is not that of a training step)"),
+    ]
+    table = table.dropna(subset=["base_ms", "model"])
     if table.empty:
         raise NoRunsError("no line of ddp or fsdp2 has one of one process next to it, of its shape")
     first = table.drop_duplicates([*RUN, "kind"])
     table = pd.concat([first.assign(processes=1, ms=first["base_ms"]), table], ignore_index=True)
     table["processes"] = table["processes"].astype(int)
     table["ratio"] = table["base_ms"] / table["ms"]  # each process has the same number of images
-    table = table.join(table["shape"].str.extract(SCALED)).rename(columns={"device": "source"})
-    table = table.drop(columns=["case", "shape"])
-    table.attrs["left_out"] = [*left_out]
+    table = table.rename(columns={"device": "source"}).drop(columns=["case", "shape"])
+    table.attrs["left_out"] = left_out
     return table
 
 

@@ -52,7 +52,8 @@ class Settings:
     @property
     def shares_input(self) -> bool:
         """Whether the layer saves the input as it is quantized for grad_weight."""
-        return self.recipe.shares_input and not self.outlier_threshold
+        recipe = self.recipe
+        return recipe.shares_input and not (recipe.saves_int8 or self.outlier_threshold)
 
     def __post_init__(self):
         recipe, threshold = self.recipe, self.outlier_threshold
@@ -150,10 +151,10 @@ class _Linear(torch.autograd.Function):
         settings, (dtype, input_dtype, weight_dtype, bias_dtype) = ctx.settings, ctx.dtypes
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         g_MN = _cast(gradient.reshape(-1, gradient.shape[-1]), dtype)
-        grad_input = grad_weight = grad_bias = q_NM = None
+        grad_input = grad_weight = grad_bias = g_pair = None
         if needs_x:
             weight = w if w_scale is None else (w, w_scale)
-            grad_input, grad_bias, q_NM = _grad_input(g_MN, weight, settings, needs_bias, needs_w)
+            grad_input, grad_bias, g_pair = _grad_input(g_MN, weight, settings, needs_bias, needs_w)
             grad_input = _cast(grad_input.view(ctx.shape), input_dtype)
         if needs_bias and grad_bias is None:
             grad_bias = g_MN.sum(dim=0, dtype=torch.float32)
@@ -161,8 +162,8 @@ class _Linear(torch.autograd.Function):
             if settings.recipe.saves_int8:
                 x_MK = ops.dequantize(x_MK, x_scale, dtype, backend=settings.backend)
                 x_scale = None
-            input = x_MK if x_scale is None else (x_MK, x_scale)
-            grad_weight = _cast(_grad_weight(g_MN, input, settings, q_NM), weight_dtype)
+            x = x_MK if x_scale is None else (x_MK, x_scale)
+            grad_weight = _cast(_grad_weight(g_MN, x, settings, g_pair), weight_dtype)
         if grad_bias is not None:
             grad_bias = _cast(grad_bias, bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None
@@ -205,9 +206,9 @@ def _grad_input(g_MN, weight, settings, needs_bias, needs_w) -> tuple:
     if not product.native:
         g_hat, w_hat = fake_quantize_operands("grad_input", product, g_MN, weight, dtype)
         return g_hat @ w_hat, None, None
-    grad_bias = q_NM = None
+    grad_bias = g_pair = None
     if needs_w and settings.recipe.shares_gradient:
-        g_q, g_scale, *q_NM, grad_bias = _quantize_pair(g_MN, product.first, backend, needs_bias)
+        g_q, g_scale, *g_pair, grad_bias = _quantize_pair(g_MN, product.first, backend, needs_bias)
     elif needs_bias and product.first.granularity == "rowwise":
         format = parse_format(product.first.format)
         g_q, g_scale, grad_bias = ops.quantize_rows_and_sum(g_MN, format, backend=backend)
@@ -218,27 +219,27 @@ def _grad_input(g_MN, weight, settings, needs_bias, needs_w) -> tuple:
     else:
         _, w_q_KN, w_scale = _quantize(weight, product.second, backend, "transposed")
     grad_input = ops.matmul(g_q, w_q_KN, g_scale, w_scale.T, None, dtype, backend=backend)
-    return grad_input, grad_bias, q_NM
+    return grad_input, grad_bias, g_pair
 
 
-def _grad_weight(g_MN, input, settings, q_NM) -> Tensor:
+def _grad_weight(g_MN, x, settings, g_pair) -> Tensor:
     """g^T x, in 16 bits unless the recipe quantizes it.
 
-    input: x_MK, or (q_KM, scale) if forward saved it; q_NM: (q_NM, scale) of g, or None.
+    x: x_MK, or (q_KM, scale) if forward saved it. g_pair: (q_NM, scale), or None.
     """
     product, dtype, backend = settings.recipe.grad_weight, g_MN.dtype, settings.backend
     if product is None:
-        return g_MN.T @ input
+        return g_MN.T @ x
     if not product.native:
-        g_hat, x_hat = fake_quantize_operands("grad_weight", product, g_MN, input, dtype)
+        g_hat, x_hat = fake_quantize_operands("grad_weight", product, g_MN, x, dtype)
         return g_hat.T @ x_hat
     outliers = None
-    if isinstance(input, tuple):
-        q_KM, x_scale = input
+    if isinstance(x, tuple):
+        q_KM, x_scale = x
     else:
-        inliers, outliers = _split_outliers(input, settings.outlier_threshold)
+        inliers, outliers = _split_outliers(x, settings.outlier_threshold)
         _, q_KM, x_scale = _quantize(inliers, product.second, backend, "transposed")
-    q_NM, g_scale = q_NM or _quantize(g_MN, product.first, backend, "transposed")[1:]
+    q_NM, g_scale = g_pair or _quantize(g_MN, product.first, backend, "transposed")[1:]
     grad_weight = ops.matmul(q_NM, q_KM, g_scale.T, x_scale.T, None, dtype, backend=backend)
     return grad_weight if outliers is None else grad_weight + g_MN.T @ outliers
 

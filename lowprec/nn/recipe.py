@@ -111,12 +111,12 @@ class Recipe:
 
     @property
     def shares_input(self) -> bool:
-        """Whether one pass over x quantizes it for output and grad_weight."""
+        """Whether x is quantized for output and grad_weight at once."""
         return _is_pair(self.output, self.grad_weight, "second")
 
     @property
     def shares_gradient(self) -> bool:
-        """Whether one pass over g quantizes it for grad_input and grad_weight."""
+        """Whether g is quantized for grad_input and grad_weight at once."""
         return _is_pair(self.grad_input, self.grad_weight, "first")
 
     @property

@@ -151,7 +151,7 @@ def row_blocks(K: int, features_per_thread: int = 64, least_warps: int = 4) -> d
 
 
 def pipelined(row_bytes: int) -> dict[str, int]:
-    """Stages of a loop that reads a row per turn; 1 for rows of which too few fit on chip."""
+    """Three stages for a loop over rows; one for rows over 20 kB, which fill shared memory."""
     return {"STAGES": 3 if row_bytes <= 20480 else 1}
 
 

@@ -231,7 +231,7 @@ def quantize(
 def quantize_pair(
     x_MK: Tensor, format: Format, granularity: str, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """`reference.quantize_pair`; 16-bit x in fours of rows is read once for q_KM and the sums."""
+    """`reference.quantize_pair`; the sums take no pass of their own, where kernels suit x."""
     both = {"rows": True, "transposed": True}
     if granularity == "tensorwise":
         if _is_scrambled(x_MK, format):
@@ -254,9 +254,9 @@ def quantize_pair(
 
 
 def _is_scrambled(x_MK: Tensor, format: Format) -> bool:
-    """Whether Triton 3.6 scrambles transposed tiles: of fp8 computed from float32.
+    """Whether Triton 3.6 scrambles transposed tiles of fp8: those computed from float32.
 
-    It does so in tiles of 128x128 of bfloat16, too. Weight gradients became NaN.
+    Of bfloat16, it does so in tiles of 128x128, not of 64x128. Weight gradients became NaN.
     """
     return format.exponent_bits > 0 and x_MK.dtype == torch.float32
 
@@ -331,7 +331,7 @@ def _plan_tiles(
     device, dtype, M: int, K: int, stride_m: int, columns: bool, format, rows, transposed, parts
 ) -> Launch:
     """`parts`: the number of maxima of a tensor."""
-    block_m, block_k = 64, 128
+    block_m, block_k = 64, 128 if format.exponent_bits else 64  # int8 would spill registers
     constants = {
         "MAX": format.max,
         "COLUMNS": columns,

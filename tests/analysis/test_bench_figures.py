@@ -185,6 +185,14 @@ def test_each_number_of_gpus_is_compared_with_one_gpu_of_its_run_and_machine(tmp
     assert weak_scaling.title(frame).startswith("Each of 4 GPUs trains at 80 to 95% of")
 
 
+def test_lines_of_another_shape_are_left_out_of_the_scaling(tmp_path):
+    odd = [row | {"shape": "a model"} for row in scale_lines()]
+    write(tmp_path, "scale", [*scale_lines(), *odd])
+    frame = weak_scaling.query(load_lines(tmp_path, "scale"))
+    assert frame["model"].notna().all()
+    assert any("ddp x 4 of a model (its shape" in case for case in frame.attrs["left_out"])
+
+
 def test_without_a_line_of_one_process_no_scaling_is_drawn(tmp_path):
     alone = [row | {"case": "ddp x 4"} for row in scale_lines()]
     with pytest.raises(NoRunsError, match="no line of ddp or fsdp2 has one of one process"):

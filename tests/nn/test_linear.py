@@ -1,6 +1,7 @@
 """Linear layers: numbers of all recipes against float64, drop-in for nn.Linear, refused uses."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowprec import ops
 from lowprec.nn.linear import LowPrecisionLinear, Settings, SwitchBackLinear
-from lowprec.nn.recipe import RECIPES, custom_recipe
+from lowprec.nn.recipe import RECIPES, Operand, Product, custom_recipe
 from lowprec.nn.replace import apply_recipe
 from tests.nn.models import block
 
@@ -133,6 +134,25 @@ def test_recipes_whose_products_share_the_input_save_it_in_fp8(name):
     assert not any(t.shape in {(TOKENS, IN), (IN, TOKENS)} for t in saved_by(module, x))
 
 
+def test_a_recipe_that_saves_its_input_in_the_layout_of_the_output_dequantizes_it():
+    own = replace(RECIPES["hw_fp8_tensorwise"], name="own", saves_int8=True)
+    results = [run(*make(recipe, shape=(IN,))) for recipe in (own, "hw_fp8_tensorwise")]
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(("format", "is_shared"), [("int8", True), ("e4m3", False)])
+def test_only_native_products_in_one_format_share_an_operand(format, is_shared):
+    products = dict.fromkeys(("output", "grad_input", "grad_weight"))
+    for name, (first, second) in {"output": "xw", "grad_input": "gw", "grad_weight": "gx"}.items():
+        products[name] = {"format": format, first: "tensorwise", second: "tensorwise"}
+    recipe = custom_recipe(products)
+    assert recipe.shares_input is recipe.shares_gradient is is_shared
+    mixed = Product(Operand("e5m2", "tensorwise"), Operand("e5m2", "tensorwise"), native=True)
+    mixed = replace(RECIPES["hw_fp8_tensorwise"], output=mixed, grad_input=mixed)
+    assert not mixed.shares_input and mixed.shares_gradient
+
+
 @pytest.mark.parametrize(
     "name", [name for name in RECIPES if name not in ("high", "switchback_m", *PAIRED)]
 )
@@ -190,9 +210,10 @@ def test_nan_and_inf_propagate(name, bad):
 
 
 @pytest.mark.parametrize("outlier", [60.0, -60.0])  # alone in its feature
-def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
+@pytest.mark.parametrize("name", ["llm_int8", "hw_fp8_tensorwise"])
+def test_outlier_features_are_multiplied_in_16_bit(oracle, name, outlier):
     threshold = 6.0
-    module, x, g = make("llm_int8", outlier_threshold=threshold)
+    module, x, g = make(name, outlier_threshold=threshold)
     with torch.no_grad():
         x[1, 3], x[:, 9] = outlier, x[:, 9] * 40
     results = run(module, x, g)
@@ -201,15 +222,15 @@ def test_outlier_features_are_multiplied_in_16_bit(oracle, outlier):
     w, inliers = module.weight.detach(), x.detach().masked_fill(is_outlier, 0)
     outliers = x.detach().masked_fill(~is_outlier, 0).double()
     y, grad_input, grad_weight, _ = oracle.expected_of(
-        "llm_int8", inliers, w, module.bias.detach(), g, torch.float32
+        name, inliers, w, module.bias.detach(), g, torch.float32
     )
     magnitude = x.detach().norm() * w.norm()
     assert_near(results[0], y + outliers @ w.double().T, magnitude, EPS[torch.float32])
     assert_near(results[1], grad_input, g.norm() * w.norm(), EPS[torch.float32])
     expected = grad_weight + g.double().T @ outliers
     assert_near(results[2], expected, g.norm() * x.detach().norm(), EPS[torch.float32])
-    plain = run(*make("llm_int8"))
-    assert torch.equal(plain[0], run(*make("llm_int8", outlier_threshold=1e9))[0])
+    plain = run(*make(name))
+    assert torch.equal(plain[0], run(*make(name, outlier_threshold=1e9))[0])
 
 
 def assert_compiled_as_eager(layer, rows, backend, dynamic=None):

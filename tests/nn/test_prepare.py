@@ -50,7 +50,7 @@ def test_blocks_of_a_tower_share_one_compilation(recipe, checkpointing, graphs):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own warnings
 @pytest.mark.parametrize("row", [CLIP, VIT], ids=["open_clip", "timm"])
-@pytest.mark.parametrize("recipe", ["high", "switchback", "hw_fp8_switchback"])
+@pytest.mark.parametrize("recipe", ["high", "switchback", "hw_fp8_switchback", "hw_fp8_tensorwise"])
 def test_compiled_and_checkpointed_model_equals_the_eager_one_on_a_gpu(row, recipe):
     results = []
     for prepare in (apply_recipe, prepare_for_training):

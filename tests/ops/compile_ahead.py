@@ -135,6 +135,7 @@ CASES = {  # name: (launches, architectures)
     "rows int8 of bf16, 5120, with sum": (partial(_rows, 5120, INT8, **AND_SUM), ALL),
     "rows e5m2 of bf16, 1280, with sum": (partial(_rows, 1280, E5M2, **AND_SUM), ALL),
     "tensor int8 of fp32, both": (partial(_tiles, 5120, INT8, "tensorwise"), ALL),
+    "tensor int8 of bf16, both": (partial(_tiles, 5120, INT8, "tensorwise", dtype=BF16), ALL),
     "tensor e4m3 of fp32, both": (partial(_tiles, 5120, E4M3, "tensorwise"), HOPPER),
     "columns int8 of bf16, transposed": (partial(_tiles, 5120, INT8, "columnwise", **ONLY_T), ALL),
     "int8 to bf16": (partial(_matmul, I8, I8, BF16, 1280), ALL),

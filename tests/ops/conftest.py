@@ -34,6 +34,7 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(ops, "_is_reference", lambda *_: False)
     library = torch.library.Library("lowprec", "IMPL")
     library.impl("quantize", ops._quantize_kernel, "CPU")
+    library.impl("quantize_pair", ops._pair_kernel, "CPU")
     library.impl("matmul", triton_matmul.matmul, "CPU")
     yield
     library._destroy()

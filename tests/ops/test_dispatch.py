@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowprec import ops
-from lowprec.formats import INT8, parse_format
+from lowprec.formats import E4M3, INT8, parse_format
 from lowprec.ops import (
     reference,
     triton_attention,
@@ -77,6 +77,18 @@ def test_fake_pair_op_matches_the_kernel(device, granularity, sums):
     ):
         arguments = (x, "e4m3", granularity, sums)
         assert_fake_is_true(ops._quantize_pair, ops._pair_kernel, *arguments)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("granularity", reference.PAIRED)
+def test_pairs_of_compiled_code_are_those_of_eager_code(
+    device, monkeypatch, by_kernels, granularity, sums
+):
+    x = torch.randn(132, 100, device=device).bfloat16()
+    eager = ops.quantize_pair(x, E4M3, granularity, sums=sums)
+    monkeypatch.setattr(ops, "_is_eager", lambda _: False)
+    for e, c in zip(eager, ops.quantize_pair(x, E4M3, granularity, sums=sums), strict=True):
+        assert e is c is None or torch.equal(e.float(), c.float())
 
 
 def test_other_fake_ops_match_the_kernels(device):

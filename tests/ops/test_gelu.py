@@ -15,6 +15,7 @@ each_format = pytest.mark.parametrize("format", [INT8, E4M3, E5M2], ids=lambda f
 each_case = pytest.mark.parametrize(
     "shape, dtype, format",
     [((7, 100), torch.bfloat16, format) for format in (INT8, E4M3, E5M2)]
+    + [((37, 100), *BF16_INT8)]  # several rows a program
     + [((7, 64), torch.float32, E4M3), ((5, 257), torch.float16, INT8), ((1, 1), *BF16_INT8)],
     ids=str,
 )

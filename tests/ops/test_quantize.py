@@ -92,7 +92,7 @@ def test_single_layout_matches_reference(device, format, granularity, rows, tran
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("format", FORMATS[1:], ids=lambda format: format.name)
 @pytest.mark.parametrize("granularity", ["128x1", "tensorwise"])
-def test_words_of_four_rows_are_transposed(device, format, dtype, shape, granularity):
+def test_transposed_fp8_of_16_bits(device, format, dtype, shape, granularity):
     x = make((shape[0], shape[1] + 10), dtype, device)[:, : shape[1]]
     if granularity == "128x1":
         x[-1, -1] = torch.inf
@@ -108,10 +108,9 @@ def test_words_of_four_rows_are_transposed(device, format, dtype, shape, granula
     "format, dtype", [(INT8, torch.bfloat16), *PAIRS[2:], (E4M3, torch.float16)], ids=str
 )
 def test_pairs_match_reference_bits(device, format, dtype, granularity, sums):
-    for shape in ((132, 260), (150, 20), (4, 128)):
-        x = make((shape[0], shape[1] + 10), dtype, device)[:, : shape[1]]
-        if shape[0] == 150:
-            x[-1, -1] = torch.nan
+    wide, odd = make((132, 270), dtype, device), make((150, 20), dtype, device)
+    odd[-1, -1] = torch.nan
+    for x in (wide[:, :260], odd, wide[:128, ::2], wide[:, :260].T, make((4, 128), dtype, device)):
         *pair, total = kernels.quantize_pair(x, format, granularity, sums)
         *expected, expected_total = reference.quantize_pair(x, format, granularity, sums)
         for (q, scale), (e, e_scale) in ((pair[:2], expected[:2]), (pair[2:], expected[2:])):
