@@ -166,20 +166,21 @@ def weak_scaling(lines: pd.DataFrame) -> pd.DataFrame:
     timed = timed.join(timed["case"].str.extract(r"^(?P<kind>ddp|fsdp2) x (?P<processes>\d+)$"))
     one = timed.loc[timed["case"] == "one process", [*RUN, "ms"]].rename(columns={"ms": "base_ms"})
     table = timed.dropna(subset="kind").merge(one, how="left", on=RUN)
-    table = table.join(table["shape"].str.extract(SCALED))
-    names = table["case"] + " of " + table["shape"]
+    names, is_step = table["case"] + " of " + table["shape"], table["shape"].str.match(SCALED)
+    has_one = table["base_ms"].notna()
     left_out = [
-        *(names[table["base_ms"].isna()] + " (no line of one process of the same run and host)"),
-        *(names[table["model"].isna()] + " (its shape is not that of a training step)"),
+        *(names[~has_one] + " (no line of one process of the same run and host)"),
+        *(names[~is_step] + " (its shape is not that of a training step)"),
     ]
-    table = table.dropna(subset=["base_ms", "model"])
+    table = table[has_one & is_step]
     if table.empty:
         raise NoRunsError("no line of ddp or fsdp2 has one of one process next to it, of its shape")
     first = table.drop_duplicates([*RUN, "kind"])
     table = pd.concat([first.assign(processes=1, ms=first["base_ms"]), table], ignore_index=True)
     table["processes"] = table["processes"].astype(int)
     table["ratio"] = table["base_ms"] / table["ms"]  # each process has the same number of images
-    table = table.rename(columns={"device": "source"}).drop(columns=["case", "shape"])
+    table = table.join(table["shape"].str.extract(SCALED)).rename(columns={"device": "source"})
+    table = table.drop(columns=["case", "shape"])
     table.attrs["left_out"] = left_out
     return table
 
