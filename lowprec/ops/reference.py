@@ -141,12 +141,14 @@ def sizes_of(
         raise ValueError(f"scales must be float32, not {a_scale.dtype} and {b_scale.dtype}")
     (M, K), (N, terms) = a_MK.shape, b_NK.shape
     (a_rows, a_tiles), (b_rows, b_tiles) = a_scale.shape, b_scale.shape
-    has_tiles = a_tiles != 1 or b_tiles != 1 or b_rows not in (1, N)
+    # no `in`: torch.compile compares symbolic sizes with it as objects
+    has_tiles = a_tiles != 1 or b_tiles != 1 or (b_rows != 1 and b_rows != N)
     if has_tiles:
         tiles = -(-K // TILE_TERMS)
-        fits = a_rows == M and b_rows in (N, -(-N // TILE_TERMS)) and a_tiles == b_tiles == tiles
+        has_rows = a_rows == M and (b_rows == N or b_rows == -(-N // TILE_TERMS))
+        fits = has_rows and a_tiles == tiles and b_tiles == tiles
     else:
-        fits = a_rows in (1, M)
+        fits = a_rows == 1 or a_rows == M
     if not fits or terms != K or (bias is not None and bias.shape != (N,)):
         a, b, of_a, of_b = (list(x.shape) for x in (a_MK, b_NK, a_scale, b_scale))
         raise ValueError(
