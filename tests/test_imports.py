@@ -98,7 +98,7 @@ for module in ("nn.linear", "nn.replace", "nn.advice", "optim", "ops", "diagnost
 
 
 LIBRARY = """
-import functools, importlib, pathlib, runpy, sys
+import importlib, pathlib, runpy, sys
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
@@ -113,7 +113,9 @@ for path in pathlib.Path("lowprec").rglob("*.py"):
 assert "torch.distributed.tensor" not in sys.modules  # takes a second to load
 importlib.metadata.version = lambda name: "of the checkout"
 torch = importlib.import_module("torch")
-torch.compile = functools.partial(torch.compile, backend="eager")  # with C++ it takes a minute
+compiled = torch.compile
+eager = dict(backend="eager")  # with C++ it takes a minute
+torch.compile = lambda *args, **options: compiled(*args, **options | eager)
 saved = runpy.run_path({smoke!r})["saved"]
 assert ("pyarrow" in saved) == ("pyarrow" in {absent}), saved
 """

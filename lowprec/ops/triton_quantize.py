@@ -243,12 +243,9 @@ def quantize_pair(
         return q_MK, scale, q_KM, scale, total
     across = PAIRED[granularity]
     q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
-    if across == "128x1" and triton_quantize_words.takes(x_MK, format):
-        return (
-            q_MK,
-            scale,
-            *triton_quantize_words.quantize_128x1(rows_contiguous(x_MK), format, sums),
-        )
+    if triton_quantize_words.takes(x_MK, format):
+        x_MK = rows_contiguous(x_MK)
+        return q_MK, scale, *triton_quantize_words.quantize_128x1(x_MK, format, sums)
     _, q_KM, across_scale = quantize(x_MK, format, across, rows=False, transposed=True)
     return q_MK, scale, q_KM, across_scale, x_MK.sum(dim=0, dtype=torch.float32) if sums else None
 
