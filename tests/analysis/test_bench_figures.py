@@ -185,6 +185,14 @@ def test_each_number_of_gpus_is_compared_with_one_gpu_of_its_run_and_machine(tmp
     assert weak_scaling.title(frame).startswith("Each of 4 GPUs trains at 80 to 95% of")
 
 
+def test_a_panel_has_its_settings_below_each_other_where_one_line_is_too_long(tmp_path):
+    lines = [row | {"shape": row["shape"] + ", patch dropout 0.5"} for row in scale_lines()]
+    frame = weak_scaling.query(load_lines(write(tmp_path, "scale", lines), "scale"))
+    [ax] = drawn(weak_scaling, frame)
+    titles = ax.get_title().replace("\xa0", " ").split("\n")
+    assert titles[1:] == ["128 images per GPU,", "checkpointing,", "patch dropout 0.5"]
+
+
 def test_lines_of_another_shape_are_left_out_of_the_scaling(tmp_path):
     odd = [row | {"shape": "a model"} for row in scale_lines()]
     write(tmp_path, "scale", [*scale_lines(), *odd])
