@@ -49,8 +49,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
 
     A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
     one value of each. `precision` names its change too, and `optimizer` 8-bit moments and the
-    response to warnings. `label` adds how the run ended. Runs with a damaged config are left out;
-    NoRunsError if no run is left.
+    response to warnings. `label` adds how the run ended. `scale` is that of the run's study, NaN
+    without one. Runs with a damaged config are left out; NoRunsError if no run is left.
     """
     steps = runs.metrics.groupby("run")["step"]
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
@@ -66,6 +66,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads = pd.concat([name_methods(group) for _, group in groups])
     heads.loc[heads["data.name"] == "unknown", "batch_size"] = 0  # another trainer's
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
+    heads["scale"] = heads["scale"].where(heads["experiment"].notna())
     keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
     return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
 
@@ -184,13 +185,18 @@ def by_run(
 
 
 def of_runs(frame: pd.DataFrame) -> str:
-    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`, and the method if they share it."""
+    """`ViT-B/32 and ViT-H/14 on shapes: 4 runs at mini scale`, and the method if they share it.
+
+    Without the scale if a run is of no study.
+    """
     models, data, scales = (frame[name].unique() for name in ("model", "data", "scale"))
     runs = comparison.counted(frame["run"].nunique(), "run")
+    if frame["scale"].notna().all():
+        runs += f" at {naming.join(scales)} scale"
     what = f"{naming.join(map(naming.model, models))} on {naming.join(data)}"
     methods = frame.reindex(columns=["precision", "optimizer"]).dropna().drop_duplicates()
     shared = [f", {naming.method(*pair)}" for pair in methods.itertuples(index=False)]
-    return f"{what}: {runs} at {naming.join(scales)} scale{shared[0] if len(shared) == 1 else ''}"
+    return f"{what}: {runs}{shared[0] if len(shared) == 1 else ''}"
 
 
 def caption_end(frame: pd.DataFrame) -> str:

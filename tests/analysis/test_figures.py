@@ -99,6 +99,13 @@ def test_missing_rows_are_a_gap_in_the_line_and_a_mark_in_the_legend(make_run, s
     assert mark in loss_curves.caption(frame)
 
 
+def test_a_caption_gives_a_scale_only_if_all_runs_are_of_studies(make_run, query):
+    make_run(num_steps=20)
+    assert "1 run at demo scale, bf16, AdamW." in loss_curves.caption(query(loss_curves))
+    make_run(num_steps=20, seed=1, experiment=None, scale="mini")  # the default scale
+    assert "2 runs, bf16, AdamW." in loss_curves.caption(query(loss_curves))
+
+
 @pytest.mark.parametrize(
     ("recipe", "bits"),
     [
