@@ -253,6 +253,17 @@ def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
     return summaries[is_adamw | is_damaged] if is_adamw.any() else summaries
 
 
+def at_main_rate(heads: pd.DataFrame) -> pd.DataFrame:
+    """Leaves out runs of `stability` at another learning rate than most of its runs at a scale.
+
+    Figures that pool runs of one optimizer and beta2 would not tell these controls apart.
+    """
+    rates = heads.reindex(columns=["optimizer.lr"])["optimizer.lr"]
+    rates = rates.where(heads["experiment"] == "stability")
+    at_scale = rates.groupby(heads["scale"], dropna=False)
+    return heads[rates.isna() | (rates == at_scale.transform(lambda own: own.mode().max()))]
+
+
 @lru_cache(maxsize=4)  # the tables of a run, and the counts for each of its tensors, share them
 def _marks_and_onsets(series: Series, protocol: Protocol) -> tuple[np.ndarray, np.ndarray]:
     """Bool [steps]: the steps at which a loss spike begins; int64 [spikes]: their onsets."""

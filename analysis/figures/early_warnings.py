@@ -280,7 +280,7 @@ def worth(frame: pd.DataFrame) -> str:
 FIGURES = {
     "spike_warnings": Panels(
         studies=("stability",),
-        where=spike_marks.of_adamw,
+        where=lambda heads: spike_marks.of_adamw(spike_marks.at_main_rate(heads)),
         table=warnings,
         plots=(
             partial(plot, column=0, name="warnings that a spike follows\nwithin the horizon"),

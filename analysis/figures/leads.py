@@ -180,7 +180,7 @@ FIGURES = {
     ),
     "tensors_before_spikes": Panels(
         studies=("stability",),
-        where=spike_marks.reaching_threshold,
+        where=lambda heads: spike_marks.reaching_threshold(spike_marks.at_main_rate(heads)),
         table=tensors,
         plots=(plot_tensors,),
         size=(2, 2.8),

@@ -174,6 +174,7 @@ def compare_scalers(frame: pd.DataFrame) -> str:
 FIGURES = {
     "spike_heights": Points(
         studies=("stability",),
+        where=spike_marks.at_main_rate,
         table=heights,
         x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
         y=(

@@ -13,8 +13,10 @@ from analysis.figures import (
     lead_histogram,
     rms_and_loss,
     spike_heights,
+    spike_warnings,
     spikes,
     spikes_vs_lr,
+    tensors_before_spikes,
 )
 from analysis.measures import RECALL
 from lowprec.clip.model import build_model
@@ -25,7 +27,7 @@ from lowprec.config.schema import (
     SpikeConfig,
 )
 from lowprec.diagnostics.spikes import Protocol
-from tests.analysis.conftest import drawn, spiking
+from tests.analysis.conftest import drawn, spiking, write_rows
 
 CONV1 = "visual.conv1.weight"
 SPIKES = {400: 3, 500: 8, 600: 50, 700: None}  # step of a loss spike: lead of the patch embedding
@@ -67,6 +69,23 @@ def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
     assert lead_histogram.title(frame) == share
     heights = [bar.get_height() for bar in left.patches]
     assert sum(heights) == 2 * 4  # all and, over them, those over 1 nat; two have no lead
+
+
+@pytest.mark.parametrize("figure", [spike_heights, spike_warnings, tensors_before_spikes])
+def test_a_control_at_another_rate_is_drawn_alone_but_not_pooled_with_its_study(
+    plant, query, figure
+):
+    def runs(**keys):
+        run = plant(experiment="stability", **keys)
+        write_rows(run / "events.jsonl", [{"step": 397, "spike": "rms", "rms": {CONV1: 5.0}}])
+        return set(query(figure)["run"]), run.name
+
+    drawn_alone, control = runs(lr=4e-3)
+    assert drawn_alone == {control}
+    _, at_other_scale = runs(lr=4e-3, scale="mini", batch_size=256)
+    runs(lr=2e-3)
+    pooled, _ = runs(lr=2e-3, seed=1)
+    assert len(pooled) == 3 and at_other_scale in pooled and control not in pooled
 
 
 def test_the_highest_spikes_are_those_of_runs_that_differ_in_kq_norm_and_gpu(plant, query):
