@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from analysis import paper
-from analysis.load import NoRunsError
+from analysis.load import NoRunsError, NotMadeError
 from analysis.run_files import as_path
 from lowprec.runs.read import read_rows
 
@@ -45,7 +45,7 @@ def load_lines(root: Path | str, slug: str) -> pd.DataFrame:
         raise NoRunsError(str(error)) from error
     frame = pd.DataFrame(rows)
     if frame.empty:
-        raise NoRunsError(
+        raise NotMadeError(
             f"{root}: no lines in {slug}/*.jsonl or bench/{slug}/*.jsonl; to make some: "
             f"python -m experiments.{MAKERS.get(slug, f'benchmarks {slug}')}"
         )

@@ -27,6 +27,10 @@ class NoRunsError(LookupError):
     """No run matches; the message lists what exists and the command that makes the rest."""
 
 
+class NotMadeError(NoRunsError):
+    """No run of an experiment, or no line of a benchmark, has been made."""
+
+
 class Runs:
     """The records of runs as tables that share the column `run`, a run directory's name.
 
@@ -64,14 +68,14 @@ class Runs:
             if near and experiment is None:  # perhaps one run, which no study makes
                 raise NoRunsError(f"{self.root}: no such folder{near}")
             why = f"no such folder{near}" if near else "no runs at or below this folder"
-            raise NoRunsError(f"{self.root}: {why}; {to_make}")
+            raise NotMadeError(f"{self.root}: {why}; {to_make}")
         scales = self.summaries["scale"]
         matches = (experiment is None) | (self.summaries["experiment"] == experiment)
         matches &= (scale is None) | (scales == scale) | scales.isna()
         if not matches.any():
             query = f"experiment={experiment or 'any'} and scale={scale or 'any'}"
             others = _experiments(self.summaries)
-            raise NoRunsError(
+            raise NotMadeError(
                 f"{self.root}: no runs with {query}; the runs are of {others}; {to_make}"
             )
         return self.where(matches)

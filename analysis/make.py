@@ -25,7 +25,7 @@ from analysis import claims, cli, panels
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.figures import FIGURES
-from analysis.load import NoRunsError, Runs, command, load_all
+from analysis.load import NoRunsError, NotMadeError, Runs, command, load_all
 from analysis.run_files import NO_TENSORS, as_path
 from analysis.style import save, style
 from lowprec.config.schema import SCALES
@@ -109,15 +109,19 @@ def draw_all(
 ) -> int:
     """Draws all figures at each scale that has runs.
 
-    Prints a line for each figure that cannot be drawn, with the command that makes its runs, and
-    for each that fails, with the reason. Returns 1 if one failed, 2 if nothing was drawn.
+    Prints a line for each figure that cannot be drawn from its runs or fails, with the reason, and
+    one line for all figures without runs, or that an `experiment` does not suit. Returns 1 if one
+    failed, 2 if nothing was drawn. Raises NoRunsError if there are no such runs and no lines.
     """
-    drawn, failed = [], []
+    drawn, failed, missing = [], [], []
     for slug, at in _slugs_and_scales(runs.summaries, scale, experiment):
         try:
             stem, about = draw(slug, runs, out, called, at, experiment)
         except (NoRunsError, ChoiceError) as error:
-            print(f"not drawn: {slug}: {error}", file=sys.stderr)
+            if experiment or isinstance(error, NotMadeError):
+                missing.append(slug)
+            else:
+                print(f"not drawn: {slug}: {error}", file=sys.stderr)
         except (FileExistsError, NotADirectoryError):  # `out` is a file
             raise
         except Exception as error:  # a bug, or unusual runs
@@ -127,6 +131,11 @@ def draw_all(
         else:
             drawn.append(stem)
             print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
+    if not drawn and not failed:
+        runs.select(None if experiment == "any" else experiment, scale)
+    if missing:
+        names = _some([*dict.fromkeys(missing)])
+        print(f"not drawn: {names} (to see why, name one in place of all)", file=sys.stderr)
     if not drawn and experiment is None:
         print(OTHERS, file=sys.stderr)
     return 1 if failed else 0 if drawn else 2

@@ -223,23 +223,38 @@ def has_data(ax):
     return bool(filled) or any(np.isfinite(line).any() for line in lines)
 
 
-def test_without_runs_every_figure_is_named_with_its_command(tmp_path, capsys):
-    assert make.main(["all", "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    named = {line.split(": ")[1] for line in errors if line.startswith("not drawn: ")}
-    assert named == set(FIGURES)
-    assert all("python -m experiments." in line for line in errors[:-1])
-    assert errors[-1] == "to draw runs of another experiment: --experiment NAME, or any"
+@pytest.mark.parametrize("slug", FIGURES)
+def test_without_runs_a_figure_names_the_command_that_makes_them(tmp_path, capsys, slug):
+    assert make.main([slug, "--runs", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "to make some: python -m experiments." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("no_pictures")
-def test_some_runs_draw_their_figure_at_each_scale_and_name_the_others(make_run, tmp_path, capsys):
-    for scale in ("mini", "demo"):
-        make_run(num_steps=20, scale=scale, model="mini_b", optimizer="stable_adamw")
+def test_figures_without_runs_share_a_line_and_others_say_why_they_are_not_drawn(
+    make_run, tmp_path, capsys
+):
     root, out = tmp_path / "runs", tmp_path / "out"
-    assert make.main(["all", "--runs", str(root), "--out", str(out)]) == 0
-    errors = capsys.readouterr().err
+
+    def make_all(*extra):
+        code = make.main(["all", "--runs", str(root), "--out", str(out), *extra])
+        return code, capsys.readouterr().err.splitlines()
+
+    code, errors = make_all()
+    assert code == 2 and len(errors) == 1 and "no such folder" in errors[0]
+    of_none = {"experiment": None, "scale": "mini", "model": "mini_b", "optimizer": "stable_adamw"}
+    make_run(num_steps=20, **of_none)
+    code, [summary, advice] = make_all()
+    num = len(FIGURES) - 3
+    assert code == 2 and f"beta2_schedule and {num} more (to see why, name one" in summary
+    assert advice == "to draw runs of another experiment: --experiment NAME, or any"
+    code, [error] = make_all("--experiment", "other")
+    assert code == 2 and "no runs with experiment=other" in error and not out.exists()
+    for scale in ("mini", "demo"):
+        make_run(num_steps=20, **of_none | {"experiment": "loss_curves", "scale": scale})
+    make_run(num_steps=20, steps=0, state="failed", experiment="rms_and_loss", scale="mini")
+    code, [why, summary] = make_all()
+    assert why.startswith("not drawn: rms_and_loss: ")
+    assert code == 0 and why.endswith("no run has steps and an undamaged config yet")
+    assert summary.startswith("not drawn: accuracy_vs_size, ") and f"and {num - 2} more" in summary
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
-    assert errors.count("not drawn: ") == len(FIGURES) - 1
-    assert "--experiment" not in errors
