@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from analysis import marks, naming, panels, style
 from analysis.grammar import Axis, Facet, Figure, in_one_panel
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SIDE, SLOTS = 0.1, 0.7  # of the distance of two named values: by which points that would hide
@@ -189,10 +189,12 @@ class Rows(OfRuns):
     size: float = 1.0
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and axis."""
+        """A panel for each facet and axis. Raises NoRunsError if an axis shows no run."""
         frame = self._sorted(frame)
         labels, shown = self._labels(frame), self._drawn(frame)
         is_shown = pd.concat([axis.where(frame) for axis in shown]).index
+        if is_shown.empty:
+            raise NoRunsError(f"no run has what is drawn: {shown[0].quantity(frame)}")
         parts = [
             (title, self._rows(part, labels))
             for title, part in self.facet(frame[frame.index.isin(is_shown)])

@@ -6,10 +6,11 @@ import os
 import shutil
 
 import fsspec
+import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, make
+from analysis import load_runs, make, paper
 from analysis.figures import loss_curves, op_profile
 
 
@@ -100,6 +101,16 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
     assert run_make("--scale", "paper", "--experiment", "any")[0] == 0
     code, _, err = run_make("--scale", "paper", "--experiment", "any", slug="loss_scaler")
     assert code == 2 and "the figure shows no such runs" in err
+
+
+@pytest.mark.parametrize("slug", ["accuracy_vs_size", "recipes_by_size", "spike_heights"])
+def test_runs_of_no_study_that_lack_what_a_figure_shows_end_in_one_line(make_run, run_make, slug):
+    features = pd.DataFrame({paper.BLOCK.format(3): np.ones(20)}, range(1, 21))
+    for seed in (0, 1):  # in bf16, without spikes and evaluation
+        of_run = {"experiment": None, "state": "failed", "seed": seed}
+        make_run(num_steps=20, tables={"blocks": {"feature_mean": features}}, **of_run)
+    code, _, err = run_make("--experiment", "any", slug=slug)
+    assert code == 2 and err.startswith("error: no run has ") and err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("no_pictures")
