@@ -80,8 +80,6 @@ def run_command(
     arguments = arguments or parse_command()
     overrides, multirun = arguments.overrides, arguments.multirun
     explains = any(getattr(arguments, flag) for flag in EXPLAIN)
-    if explains:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
     try:
         if multirun and (size := place()[1]) > 1:
             instead = f"python -m experiments.sweep submit ... launcher.gpus={size}"
@@ -94,6 +92,7 @@ def run_command(
     except ConfigError as error:
         refuse(error)
     if explains:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
         _explain(arguments, entry, schema)
     elif multirun:
         _run_each(swept_runs(task, runs, is_here=not launcher), launcher)

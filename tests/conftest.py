@@ -16,6 +16,7 @@ import importlib.util  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
 import shutil  # noqa: E402
+import signal  # noqa: E402
 import tarfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -52,6 +53,13 @@ def write_shard(path: Path, count: int, seed: int = 0) -> None:
 def seeded() -> None:
     """Every test draws what it draws alone, in whatever order and process it runs."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def unbroken_pipes():
+    """A test that leaves SIGPIPE its default action fails: a later one would kill this process."""
+    yield
+    assert signal.signal(signal.SIGPIPE, signal.SIG_IGN) == signal.SIG_IGN
 
 
 @pytest.fixture(scope="session", autouse=True)
