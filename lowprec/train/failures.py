@@ -16,6 +16,7 @@ from lowprec.runs.durable import DiskError
 from lowprec.runs.read import ENDED
 from lowprec.runs.record import NullRecord, Record, RecordError
 from lowprec.train import watchdog
+from lowprec.train.build import pick_device
 from lowprec.train.distributed import PeerFailed, Ranks
 
 
@@ -45,7 +46,7 @@ def watched(config: Config, record: Record, world: Ranks) -> Iterator[None]:
         raise
 
 
-def fail(error: BaseException, config: Config, record: Record) -> NoReturn:
+def fail(error: BaseException, config: Config, record: Record, world: Ranks) -> NoReturn:
     """Records why an attempt failed, then raises or exits with advice for the user."""
     interrupted = isinstance(error, KeyboardInterrupt)
     with contextlib.suppress(OSError, RecordError):  # the disk may have failed, or the run is gone
@@ -58,7 +59,8 @@ def fail(error: BaseException, config: Config, record: Record) -> NoReturn:
     of_peer = isinstance(error, PeerFailed) or isinstance(error.__cause__, PeerFailed)
     if of_peer and isinstance(record, NullRecord):
         raise PeerFailed from error
-    if advice := str(error) if of_peer else advice_for(error, config):
+    saving = getattr(world.watchdog, "doing", None) == "saving"
+    if advice := str(error) if of_peer else advice_for(error, config, saving=saving):
         raise RunError(f"{record.run} failed: {advice}") from error
     raise error
 
@@ -67,8 +69,11 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def advice_for(error: BaseException, config: Config) -> str | None:
-    """What a user can do about a failure that is not a bug; None for any other."""
+def advice_for(error: BaseException, config: Config, *, saving: bool = False) -> str | None:
+    """What a user can do about a failure that is not a bug; None for any other.
+
+    `saving`: whether the run was being saved, for which the host's memory holds a copy of it.
+    """
     again = "Once this is fixed, the same command resumes the run"
     if isinstance(error, CheckpointError):
         return str(error)
@@ -77,8 +82,15 @@ def advice_for(error: BaseException, config: Config) -> str | None:
     if config.optimizer.paged and isinstance(error, torch.AcceleratorError):
         if "out of memory" in str(error):
             return f"optimizer.paged=true needs more memory of the host ({error}). {again}"
-    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    of_cpu |= isinstance(error, MemoryError)
+    if of_cpu and (saving or pick_device(config.device).type != "cpu"):
+        when = " while saving" * saving
+        return (
+            f"the host is out of memory{when} ({_reason(error)[:200]}): the run needs more of it "
+            f"(on SLURM, launcher.mem_gb) or fewer data workers (num_workers). {again}"
+        )
+    if of_cpu or isinstance(error, torch.OutOfMemoryError):
         rule, is_gpus = config.optimizer, isinstance(error, torch.OutOfMemoryError)
         can_page = is_gpus and not rule.paged and rule.name not in TORCH_OPTIMIZERS
         can_page &= config.distributed.name != "fsdp2"

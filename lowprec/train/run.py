@@ -85,7 +85,7 @@ def train_run(
                 )
         except BaseException as error:
             with ignored_child_signals():  # a broken pipe is often noticed before them
-                fail(error, config, record)
+                fail(error, config, record, world)
         ended.stop_requested = stop.number is not None
         reason = f": {ended.reason}" if ended.reason else ""
         how = "interrupted" if ended.state == "preempted" else ended.state

@@ -13,6 +13,7 @@ from lowprec.config.check import RunError
 from lowprec.data.loader import Batches
 from lowprec.runs.read import find_runs, read_rows, read_status
 from lowprec.train import run as running
+from lowprec.train import state
 from lowprec.train.failures import advice_for
 from lowprec.train.step import TrainStep
 
@@ -58,6 +59,27 @@ def test_page_locked_memory_that_is_out_is_the_hosts(make_config):
     config = make_config()
     config.optimizer.paged = True  # which a CPU refuses
     assert "paged=true needs more memory of the host" in advice_for(error, config)
+
+
+def raise_on_host():
+    raise MemoryError("as told")
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**50), raise_on_host])
+def test_memory_that_is_out_at_a_save_is_the_hosts(attempt, monkeypatch, allocate):
+    with monkeypatch.context() as patched:
+        patched.setattr(state, "save", lambda tensors: allocate())
+        with pytest.raises(RunError, match="the host is out of memory while saving") as raised:
+            attempt()
+    assert "num_workers" in str(raised.value) and "batch_size" not in str(raised.value)
+    attempt()
+    assert attempt.steps() == list(range(1, 13))
+
+
+def test_memory_of_the_host_of_a_gpu_is_not_the_gpus(make_config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    advice = advice_for(MemoryError("as told"), make_config({"device": "auto"}))
+    assert advice.startswith("the host is out of memory (MemoryError: as told)")
 
 
 def raise_on_gpu():
