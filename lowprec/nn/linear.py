@@ -75,7 +75,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
 
     Computes in the autocast dtype, or without autocast in the input's dtype. The weight may be
     float32 in either case, except under recipe "high", which calls `F.linear`.
-    Raises TypeError for integer input, and RuntimeError in a backward with create_graph=True.
+    Raises TypeError for integer input, ValueError for an input of another width, and RuntimeError
+    in a backward with create_graph=True.
     Source: algorithms 1, 3, 4 and 5, arXiv:2304.13013.
     """
     dtype = compute_dtype(input)
@@ -83,6 +84,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
         return F.linear(input, weight, bias)
     if input.is_meta or not (input.numel() and weight.numel()):  # without a largest magnitude
         return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    # compared here, since torch.compile of torch 2.11 fails if a size turns out constant in _Linear
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(f"input {list(input.shape)}: must have {weight.shape[1]} features")
     if torch.is_grad_enabled():
         return _Linear.apply(input, weight, bias, settings, dtype)
     x_MK = _cast(input.reshape(-1, input.shape[-1]), dtype)

@@ -39,7 +39,8 @@ class LowPrecisionMLP(nn.Sequential):
         if torch.is_grad_enabled() and x.numel() and _is_fusible(children):
             fc, _, proj = filter(_does_something, children)
             parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
-            if x.requires_grad and all(p.requires_grad for p in parameters):
+            fits = x.shape[-1] == fc.in_features  # as in `linear`: fc raises the error
+            if fits and x.requires_grad and all(p.requires_grad for p in parameters):
                 x_MK = x.reshape(-1, x.shape[-1]).to(linear.compute_dtype(x))
                 output = _MLP.apply(x_MK, *parameters, fc.settings)
                 return output.view(*x.shape[:-1], proj.out_features)

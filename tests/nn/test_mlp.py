@@ -45,6 +45,20 @@ def test_mlp_of_any_library_is_fused(build, recipe, dtype, autocast):
     assert type(fused) is type(plain) is kind and not hasattr(fused, "original")
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by torch.compile itself
+def test_fused_mlp_compiles_for_any_number_of_rows():
+    torch._dynamo.reset()
+    mlp = mlp_of()
+    apply_recipe(mlp, "switchback", ["*"])
+    compiled = torch.compile(mlp, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number in (3, 70):
+        x, g = torch.randn(number, 64, requires_grad=True), torch.randn(number, 64)
+        eager, other = (torch.autograd.grad(module(x), x, g)[0] for module in (mlp, compiled))
+        assert torch.equal(other, eager)
+    with pytest.raises(ValueError, match=r"input \[70, 63\]: must have 64 features"):
+        mlp(x[:, 1:])
+
+
 class Tripled(nn.Identity):
     def forward(self, x):
         return 3 * x

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowprec import ops
 from lowprec.formats import E4M3, INT8
 from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import custom_recipe
 from lowprec.ops import reference, triton_attention, triton_matmul
 
 M, N, K = 8, 32, 64
@@ -23,6 +24,9 @@ WRONG = [
     *(TILED | wrong for wrong in [{"a_scale": (1, 3)}, {"a_scale": (M, 2)}, {"b_scale": (200, 1)}]),
     *(TILED | wrong for wrong in [{"b_scale": (3, 3)}, {"b_scale": (2, 4)}, {"bias": (2,)}]),
 ]
+PADDED = custom_recipe(
+    {"output": {"format": "e4m3", "x": "rowwise", "w": "rowwise", "hadamard": True}}
+)
 MESSAGE = r"product of a \[8, \d+\] and b .*: must be \[M, K\] and \[N, K\]"
 
 
@@ -87,19 +91,17 @@ def test_sizes_of_other_operations_must_fit(device):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
-@pytest.mark.parametrize("recipe", ["switchback", "llm_int8"])
-@pytest.mark.parametrize("path", ["by_kernels", "by_definition"])
-def test_layers_refuse_an_input_of_another_width(device, path, recipe, request):
-    if path == "by_kernels":
-        request.getfixturevalue(path)
+@pytest.mark.parametrize("recipe", ["switchback", "mxfp8", PADDED], ids=["int8", "mxfp8", "padded"])
+def test_layers_refuse_an_input_of_another_width(device, recipe):
     torch._dynamo.reset()
     with device:
         layer = LowPrecisionLinear(K, N, recipe=recipe)
     compiled = torch.compile(layer, backend="aot_eager")
-    for features, grad in ((48, True), (80, False)):
+    for features, grad in ((50, True), (80, False)):
         x = torch.randn(M, features, device=device, requires_grad=grad)
         for call in (layer, compiled):
-            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=MESSAGE):
+            message = rf"input \[8, {features}\]: must have 64 features"
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=message):
                 call(x)
 
 
