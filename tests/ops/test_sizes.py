@@ -105,8 +105,18 @@ def test_layers_refuse_an_input_of_another_width(device, recipe):
                 call(x)
 
 
-def test_a_layer_refuses_a_bias_of_another_size(device):
-    layer = LowPrecisionLinear(K, N, device=device)
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:The .grad attribute")
+@pytest.mark.parametrize("path", ["by_kernels", "by_definition"])
+def test_a_layer_refuses_a_bias_of_another_size(device, path, request):
+    if path == "by_kernels":
+        request.getfixturevalue(path)
+    torch._dynamo.reset()
+    with device:
+        layer = LowPrecisionLinear(K, N)
     layer.bias = nn.Parameter(torch.zeros(1, device=device))
-    with pytest.raises(ValueError, match=r"bias \[1\]: must be"):
-        layer(torch.randn(M, K, device=device))
+    compiled = torch.compile(layer, backend="aot_eager")
+    for grad in (True, False):
+        x = torch.randn(M, K, device=device, requires_grad=grad)
+        for call in (layer, compiled):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"bias \[1\]: must"):
+                call(x)
