@@ -88,9 +88,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
     if input.shape[-1] != weight.shape[1]:
         raise ValueError(f"input {list(input.shape)}: must have {weight.shape[1]} features")
     if torch.is_grad_enabled():
-        return _Linear.apply(input, weight, bias, settings, dtype)
-    x_MK = _cast(input.reshape(-1, input.shape[-1]), dtype)
-    output = _forward(x_MK, weight, bias, settings, layout="rows")[0]
+        output = _Linear.apply(input, weight, bias, settings, dtype)
+    else:
+        x_MK = _cast(input.reshape(-1, input.shape[-1]), dtype)
+        output = _forward(x_MK, weight, bias, settings, layout="rows")[0]
     return output.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -146,7 +147,7 @@ class _Linear(torch.autograd.Function):
         ctx.settings, ctx.shape = settings, input.shape
         bias_dtype = None if bias is None else bias.dtype
         ctx.dtypes = (dtype, input.dtype, w_NK.dtype, bias_dtype)
-        return output.view(*input.shape[:-1], w_NK.shape[0])
+        return output  # 2-d: callers could not change a view made here in place
 
     @staticmethod
     def backward(ctx, gradient):

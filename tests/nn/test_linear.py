@@ -351,6 +351,15 @@ def test_invalid_settings_are_refused_and_change_nothing(recipe, settings, messa
     assert layer.settings == Settings(RECIPES["switchback"])
 
 
+@all_recipes
+@pytest.mark.parametrize("shape", [(TOKENS,), (3, 5)])
+def test_an_output_may_be_changed_in_place(name, shape):
+    layer, x, g = make(name, shape=shape)
+    parameters = (x, *layer.parameters())
+    expected = torch.autograd.grad(layer(x).relu(), parameters, g)
+    assert all(map(torch.equal, torch.autograd.grad(layer(x).relu_(), parameters, g), expected))
+
+
 def test_integers_and_second_derivatives_are_refused():
     model, x = block(), torch.randn(2, 5, 64, requires_grad=True)
     apply_recipe(model, "switchback")
