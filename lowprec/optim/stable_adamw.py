@@ -380,6 +380,16 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
         optimizer or its shapes differ.
         """
         wait_for_states(self)
+        convert = self.register_load_state_dict_pre_hook(StableAdamW._converted)  # the last
+        try:
+            super().load_state_dict(state_dict)  # compares the lengths
+        finally:
+            convert.remove()
+        self._update_counts = None  # an earlier state_dict() keeps its own
+        self._counts()
+
+    def _converted(self, state_dict: dict) -> dict:
+        """A state dict whose states have parameters as keys: torch takes these as they are."""
         groups = loaded_groups(state_dict, self.param_groups)
         numbers = [(n, group["betas"]) for group in groups for n in group["params"]]
         saved, are_8bit = state_dict["state"], self._with_8bit_moments()
@@ -391,7 +401,4 @@ class StableAdamW(GuardedStep, torch.optim.Optimizer):
             for p, (n, betas) in zip(self._params(), numbers, strict=False)
             if saved.get(n)  # reading `state[p]` before a step leaves an empty one
         }
-        super().load_state_dict({"state": {}, "param_groups": groups})  # compares the lengths
-        self.state.update(states)
-        self._update_counts = None  # an earlier state_dict() keeps its own
-        self._counts()
+        return {"state": states, "param_groups": groups}

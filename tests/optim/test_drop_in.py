@@ -257,6 +257,21 @@ def test_a_state_without_steps_starts_again():
 
 
 @pytest.mark.parametrize("kind", [StableAdamW, torch.optim.AdamW])
+def test_hooks_change_a_state_before_it_is_loaded_and_see_it_afterwards(kind):
+    saved = state_of(kind)
+    optimizer, seen = kind(make_params()[::-1]), {}
+    numbers = saved["param_groups"][0]["params"]
+    twin = dict(zip(numbers, numbers[::-1], strict=True))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, old: {**old, "state": {twin[n]: state for n, state in old["state"].items()}}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda own: seen.update(own.state))
+    optimizer.load_state_dict(saved)
+    for p, n in zip(params_of(optimizer), numbers[::-1], strict=True):
+        assert torch.equal(seen[p]["exp_avg"], saved["state"][n]["exp_avg"])
+
+
+@pytest.mark.parametrize("kind", [StableAdamW, torch.optim.AdamW])
 def test_loading_changes_neither_an_earlier_state_nor_a_callers_learning_rate(kind):
     rate = torch.tensor(1e-2)
     optimizer, other = kind(make_params(), lr=rate), kind(make_params(), lr=torch.tensor(2e-2))
