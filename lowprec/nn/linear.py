@@ -98,12 +98,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, settings: Setting
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype that a layer computes in: autocast's, or without autocast the input's.
 
+    As in torch, autocast leaves float64 alone.
     Raises TypeError for integer input: the output would be integers too.
     """
     if not input.is_floating_point():
         raise TypeError(f"the input is {input.dtype}: must be a floating-point dtype")
     device = input.device.type
-    if device == "meta":  # has no autocast
+    if device == "meta" or input.dtype == torch.float64:  # no autocast
         return input.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
 

@@ -106,6 +106,13 @@ def test_16_bit_recipes_equal_nn_linear(name, mode):
     torch.testing.assert_close(results[3], expected[3], rtol=2 * eps, atol=1e-6)
 
 
+@all_recipes
+@torch.autocast("cpu", torch.bfloat16)
+def test_autocast_leaves_float64_alone(name):
+    layer = LowPrecisionLinear(IN, OUT, dtype=torch.float64, recipe=name)
+    assert layer(torch.randn(TOKENS, IN, dtype=torch.float64)).dtype == torch.float64
+
+
 def saved_by(module, x, autocast=None):
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
