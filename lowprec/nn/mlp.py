@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from lowprec import ops
 from lowprec.formats import parse_format
@@ -36,7 +37,8 @@ class LowPrecisionMLP(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         """[..., features] -> the same shape."""
         children = _in_order(self)
-        if torch.is_grad_enabled() and x.numel() and _is_fusible(children):
+        is_fused = torch.is_grad_enabled() and x.numel() and not _has_any_global_hook()
+        if is_fused and _is_fusible(children):
             fc, _, proj = filter(_does_something, children)
             parameters = (fc.weight, fc.bias, proj.weight, proj.bias)
             fits = x.shape[-1] == fc.in_features  # as in `linear`: fc raises the error

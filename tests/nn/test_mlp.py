@@ -113,3 +113,14 @@ def test_parts_of_a_fused_mlp_are_called_if_patched_or_sliced_off():
     torch.testing.assert_close(mlp(x), 10 * before)
     apply_recipe(part, "high", ["*"])
     assert type(part) is nn.Sequential and part(x).shape == (2, 256)
+
+
+def test_global_hooks_see_the_parts_of_a_fused_mlp():
+    mlp, x, seen = mlp_of(), torch.randn(2, 64, requires_grad=True), []
+    apply_recipe(mlp, "switchback", ["*"])
+    hook = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        mlp(x)
+    finally:
+        hook.remove()
+    assert seen == [*mlp, mlp]
