@@ -23,20 +23,22 @@ FOREIGN = "only StableAdamW's and torch.optim.AdamW's states (no amsgrad or maxi
 
 def check_options(group: dict) -> None:
     """ValueError names the first option of a group that is out of range or not supported."""
-    betas = tuple(group["betas"])
-    are_betas = len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)
-    is_lr = not isinstance(group["lr"], str) and 0 <= float(group["lr"]) < math.inf
     for name, allowed, is_allowed in (
-        ("lr", "a number >= 0", is_lr),
-        ("betas", "two numbers >= 0 and < 1", are_betas),
-        ("eps", "a number > 0", 0 < group["eps"] < math.inf),
-        ("weight_decay", "a number >= 0", 0 <= group["weight_decay"] < math.inf),
-        ("clip_threshold", "None or a number > 0", is_positive_or_none(group["clip_threshold"])),
-        ("beta2_decay", "None or a number > 0", is_positive_or_none(group["beta2_decay"])),
-        *((name, "False, unlike in torch", not group.get(name)) for name in UNSUPPORTED),
+        ("lr", "a number >= 0", lambda lr: 0 <= float(lr) < math.inf),
+        ("betas", "two numbers >= 0 and < 1", lambda b: [0 <= x < 1 for x in b] == [True, True]),
+        ("eps", "a number > 0", lambda eps: 0 < eps < math.inf),
+        ("weight_decay", "a number >= 0", lambda decay: 0 <= decay < math.inf),
+        ("clip_threshold", "None or a number > 0", is_positive_or_none),
+        ("beta2_decay", "None or a number > 0", is_positive_or_none),
+        *((name, "False, unlike in torch", lambda value: not value) for name in UNSUPPORTED),
     ):
-        if not is_allowed:
-            raise ValueError(f"{name}={group[name]!r} must be {allowed}")
+        value = group.get(name)
+        try:
+            is_fit = not isinstance(value, str) and is_allowed(value)
+        except (TypeError, ValueError, RuntimeError):  # of tensors, the last two
+            is_fit = False
+        if not is_fit:
+            raise ValueError(f"{name}={value!r} must be {allowed}")
 
 
 def check_names(group: dict, options: dict) -> None:

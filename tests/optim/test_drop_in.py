@@ -112,7 +112,8 @@ def test_schedulers_work_as_with_torchs_adamw_unless_betas_change(scheduler, is_
     {"lr": math.nan}, {"lr": torch.tensor(-1.0)}, {"lr": "0.1"}, {"betas": (1.5, 2)},
     {"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"eps": 0.0}, {"weight_decay": -1},
     {"clip_threshold": 0}, {"beta2_decay": math.nan}, {"amsgrad": True}, {"maximize": True},
-    {"differentiable": True},
+    {"differentiable": True}, {"lr": None}, {"lr": torch.ones(2)}, {"betas": 0.9},
+    {"betas": ("0.9", "0.99")}, {"eps": "1e-8"}, {"weight_decay": None},  # YAML's 1e-8 is a string
 ], ids=str)  # fmt: skip
 def test_an_option_out_of_range_is_refused_in_every_group(options):
     params = make_params()
