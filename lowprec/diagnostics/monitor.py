@@ -256,10 +256,11 @@ class Monitor:
         given = self._given | (config or {})
         config = self._config(folder.name) | given
         require_values(config)
-        ignored = self.protocol.ignore_steps
-        if not self._folders and self.step <= ignored:
-            text = "%d steps are saved, and the first %d cannot have spikes: for short runs, pass"
-            logger.warning(f"{text} watch protocol=Protocol(ignore_steps=...)", self.step, ignored)
+        first = max(self.protocol.ignore_steps, -(-self.protocol.window // 2))  # a loss needs half
+        if not self._folders and self.step <= first:
+            text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
+            text += " pass watch protocol=Protocol(ignore_steps=..., window=...)"
+            logger.warning(text, self.step, first)
         with closing(Record(folder)) as record:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())

@@ -13,7 +13,7 @@ from torch import nn
 from analysis import load_runs, spike_marks, spikes
 from analysis.report.page import make_page
 from lowprec.config.check import ConfigError, RunError
-from lowprec.diagnostics import watch
+from lowprec.diagnostics import Protocol, watch
 from lowprec.runs.read import read_status
 from tests.diagnostics.watched import (
     PROTOCOL,
@@ -183,13 +183,22 @@ def test_the_pages_example_runs(tmp_path, monkeypatch, capsys, caplog):
     names = example("torch.nn.Linear(8, 1)")
     names["monitor"].save("runs/watched/first")  # says nothing more
     [said] = caplog.messages
-    assert said.startswith("20 steps are saved, and the first 1000 cannot have spikes")
+    assert said.startswith("20 steps are saved, and the first 1000 cannot have loss spikes")
     assert "'rms/weight': " in capsys.readouterr().out
     assert len(load_runs(tmp_path).metrics) == 20
     assert spikes.main(["--run", "runs/watched/first", "--tensor", "weight"]) == 0
     assert "Nothing was examined: 20 steps are recorded" in capsys.readouterr().out
     planted(tmp_path / "short", (60,))
     assert not [text for text in caplog.messages if "60 steps" in text]
+
+
+def test_saving_tells_of_a_run_that_is_shorter_than_half_a_window(tmp_path, caplog):
+    model, optimizer = make()
+    monitor = watch(model, optimizer, protocol=Protocol(ignore_steps=1))
+    take(model, optimizer, monitor, range(1, 6))
+    monitor.save(tmp_path)
+    [said] = caplog.messages
+    assert said.startswith("5 steps are saved, and the first 100 cannot have loss spikes")
 
 
 LIGHTNING = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
