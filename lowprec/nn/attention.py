@@ -51,7 +51,8 @@ class Attention(KeepsRecipe, nn.MultiheadAttention):
         make them different tensors.
         """
         if any(y is not None and y is not x for y in (key, value, k_x, v_x)):
-            raise ValueError("keys and values must be the queries: this is self-attention")
+            text = "keys and values must be the queries: this is self-attention"
+            raise ValueError(f"{text}, and full backward hooks on it pass three tensors")
         if need_weights:
             raise ValueError("need_weights=True: the attention kernel does not keep its weights")
         qkv = self.in_proj(x)

@@ -114,6 +114,9 @@ def test_other_keys_or_weights_are_refused():
             module(x, **{name: torch.randn(2, 3, 32)})
     with pytest.raises(ValueError, match="need_weights"):
         module(x, x, x, need_weights=True)
+    module.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="full backward hooks"):
+        module(*[x.requires_grad_()] * 3)
 
 
 def patched(change):
