@@ -110,17 +110,19 @@ def draw_all(
     """Draws all figures at each scale that has runs.
 
     Prints a line for each figure that cannot be drawn from its runs or fails, with the reason, and
-    one line for all figures without runs, or that an `experiment` does not suit. Returns 1 if one
+    one line for all figures without runs, or of other studies than `experiment`. Returns 1 if one
     failed, 2 if nothing was drawn. Raises NoRunsError if there are no such runs and no lines.
     """
-    drawn, failed, missing = [], [], []
+    drawn, failed, missing, explained = {}, [], [], []
     for slug, at in _slugs_and_scales(runs.summaries, scale, experiment):
         try:
             stem, about = draw(slug, runs, out, called, at, experiment)
         except (NoRunsError, ChoiceError) as error:
-            if experiment or isinstance(error, NotMadeError):
+            is_other = experiment not in (None, *FIGURES[slug].studies)
+            if is_other or isinstance(error, NotMadeError):
                 missing.append(slug)
             else:
+                explained.append(slug)
                 print(f"not drawn: {slug}: {error}", file=sys.stderr)
         except (FileExistsError, NotADirectoryError):  # `out` is a file
             raise
@@ -129,12 +131,12 @@ def draw_all(
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             print(f"failed: {slug}: {text}", file=sys.stderr)
         else:
-            drawn.append(stem)
+            drawn[slug] = stem
             print(f"Wrote {stem}.png" + (f" (marked: {about['mark']})" if about["mark"] else ""))
-    if not drawn and not failed:
+    if not (drawn or failed or explained):
         runs.select(None if experiment == "any" else experiment, scale)
-    if missing:
-        names = _some([*dict.fromkeys(missing)])
+    if missing := [slug for slug in dict.fromkeys(missing) if slug not in drawn]:
+        names = _some(missing)
         print(f"not drawn: {names} (to see why, name one in place of all)", file=sys.stderr)
     if not drawn and experiment is None:
         print(OTHERS, file=sys.stderr)

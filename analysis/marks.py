@@ -106,7 +106,7 @@ def draw_row(
     places, pale = row + UNDER + step * spread, style.paler(color, 1)
     for part, face in ((~hollow, pale), (hollow, "white")):
         ax.plot(values[part], places[part], "o", ms=3, mfc=face, mec=pale, mew=0.7)
-    if hollow.any() and hollow[last := values.idxmax()]:
+    if (hollow & values.notna()).any() and hollow[last := values.idxmax()]:
         ax.annotate(name, (values[last], places[last]), (4, 0), textcoords="offset points",
                     fontsize=6.5, color=style.OTHER, va="center")  # fmt: skip
     for _ in range(values.isna().sum()):

@@ -189,16 +189,14 @@ class Rows(OfRuns):
     size: float = 1.0
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and axis. Raises NoRunsError if an axis shows no run."""
+        """A panel for each facet and axis. Raises NoRunsError if none shows a run."""
         frame = self._sorted(frame)
         labels, shown = self._labels(frame), self._drawn(frame)
         is_shown = pd.concat([axis.where(frame) for axis in shown]).index
-        if is_shown.empty:
+        facets = self.facet(frame[frame.index.isin(is_shown)]) if len(is_shown) else []
+        if not facets:
             raise NoRunsError(f"no run has what is drawn: {shown[0].quantity(frame)}")
-        parts = [
-            (title, self._rows(part, labels))
-            for title, part in self.facet(frame[frame.index.isin(is_shown)])
-        ]
+        parts = [(title, self._rows(part, labels)) for title, part in facets]
         num = len(parts) * len(shown)
         lines = max(axis.name(frame).count("\n") for axis in shown)
         height = REST + 0.13 * lines + HEIGHT * max(len(rows) for _, rows in parts)

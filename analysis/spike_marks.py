@@ -254,14 +254,17 @@ def of_adamw(summaries: pd.DataFrame) -> pd.DataFrame:
 
 
 def at_main_rate(heads: pd.DataFrame) -> pd.DataFrame:
-    """Leaves out runs of `stability` at another learning rate than most of its runs at a scale.
+    """Leaves out runs of `stability` at another learning rate than most of those they pool with.
 
-    Figures that pool runs of one optimizer and beta2 would not tell these controls apart.
+    Figures that pool runs of one optimizer and beta2 would not tell these controls apart. Runs of
+    a scale, model and optimizer stay if no rate has more of them than every other.
     """
     rates = heads.reindex(columns=["optimizer.lr"])["optimizer.lr"]
     rates = rates.where(heads["experiment"] == "stability")
-    at_scale = rates.groupby(heads["scale"], dropna=False)
-    return heads[rates.isna() | (rates == at_scale.transform(lambda own: own.mode().max()))]
+    keys = heads.reindex(columns=["scale", "model.name", "optimizer.name"])
+    alike = rates.groupby([keys[key] for key in keys], dropna=False)
+    main = alike.transform(lambda own: own.mode()[0] if len(own.mode()) == 1 else np.nan)
+    return heads[rates.isna() | main.isna() | (rates == main)]
 
 
 @lru_cache(maxsize=4)  # the tables of a run, and the counts for each of its tensors, share them

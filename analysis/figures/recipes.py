@@ -96,6 +96,8 @@ def best_rate(frame: pd.DataFrame) -> str:
     if frame["model"].nunique() > 1 or in_bf16(frame).empty:
         return ""
     losses = in_bf16(frame).groupby("lr")["validation_loss"].mean()
+    if losses.isna().all():
+        return ""
     text = f"bf16 ends lowest at {naming.number(losses.idxmin())}"
     if found := degraded(frame):
         rate = naming.number(found[0])

@@ -113,6 +113,20 @@ def test_runs_of_no_study_that_lack_what_a_figure_shows_end_in_one_line(make_run
     assert code == 2 and err.startswith("error: no run has ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("slug", ["one_product", "rate_map", "rounding"])
+@pytest.mark.usefixtures("no_pictures")
+def test_runs_of_no_study_with_half_of_what_a_figure_shows_fail_no_figure(make_run, run_make, slug):
+    recall = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
+    for seed in (0, 1):
+        columns = {name: np.full(20, 0.5) for name in recall}
+        make_run(num_steps=20, experiment=None, seed=seed, columns=columns)
+    code, _, err = run_make("--experiment", "any", slug=slug)
+    assert (code, err.startswith("error: no run has what is drawn: mean R@1")) in (
+        (0, False),
+        (2, True),
+    )
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_pictures_draws_figures_of_a_folder_anew_and_nothing_else(make_run, run_make, tmp_path):
     make_run(num_steps=20)

@@ -258,3 +258,14 @@ def test_figures_without_runs_share_a_line_and_others_say_why_they_are_not_drawn
     assert code == 0 and why.endswith("no run has steps and an undamaged config yet")
     assert summary.startswith("not drawn: accuracy_vs_size, ") and f"and {num - 2} more" in summary
     assert {path.stem for path in out.glob("*.png")} == {"loss_curves_mini", "loss_curves_demo"}
+    code, errors = make_all("--experiment", "rms_and_loss")
+    assert code == 2 and why in errors and f"and {num - 1} more" in errors[-1], errors
+
+
+def test_lines_that_lack_what_a_figure_shows_are_said_to_without_advice_on_runs(tmp_path, capsys):
+    alone = line("model", "switchback", 20.0, shape="mini_l batch 128")
+    write_rows(tmp_path / "runs/bench/model/1.jsonl", [alone])
+    out = tmp_path / "out"
+    assert make.main(["all", "--runs", str(tmp_path / "runs"), "--out", str(out)]) == 2
+    why, summary, _ = capsys.readouterr().err.splitlines()
+    assert why.startswith("not drawn: end_to_end_speed: no line of ") and "name one in" in summary

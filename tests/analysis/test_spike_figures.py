@@ -19,6 +19,7 @@ from analysis.figures import (
     tensors_before_spikes,
 )
 from analysis.measures import RECALL
+from analysis.spike_marks import at_main_rate
 from lowprec.clip.model import build_model
 from lowprec.config.schema import (
     DiagnosticsConfig,
@@ -86,6 +87,20 @@ def test_a_control_at_another_rate_is_drawn_alone_but_not_pooled_with_its_study(
     runs(lr=2e-3)
     pooled, _ = runs(lr=2e-3, seed=1)
     assert len(pooled) == 3 and at_other_scale in pooled and control not in pooled
+
+
+def test_only_a_rate_with_fewer_runs_of_its_model_and_optimizer_is_a_control():
+    rows = [
+        *[("stability", "mini_l", "adamw", lr) for lr in (2e-3, 2e-3, 1e-3)],
+        *[("stability", "mini_l", "stable_adamw", lr) for lr in (1e-3, 4e-3)],  # a sweep
+        ("stability", "mini_b", "adamw", 1e-3),
+        *[("kq_norm", "mini_l", "adamw", lr) for lr in (1e-3, 1e-3, 4e-3)],
+        (None, "mini_l", "adamw", np.nan),  # damaged
+    ]
+    columns = ["experiment", "model.name", "optimizer.name", "optimizer.lr"]
+    heads = pd.DataFrame(rows, columns=columns).assign(scale="mini")
+    assert [*at_main_rate(heads).index] == [i for i in range(len(rows)) if i != 2]
+    assert at_main_rate(heads.drop(columns="optimizer.lr")).equals(heads.drop(columns=columns[3]))
 
 
 def test_the_highest_spikes_are_those_of_runs_that_differ_in_kq_norm_and_gpu(plant, query):
