@@ -52,18 +52,20 @@ def grid(figure: Figure, num: int, height: float = 2.5, most: int | None = None)
 
 def add_title(canvas: Figure, title: str, mark: str) -> None:
     """Writes the title of a figure above its panels, and over it in red what marks the figure."""
+    width, height = canvas.get_figwidth(), canvas.get_figheight()
+    title = textwrap.fill(title, int(TITLE_CHARACTERS * width), break_on_hyphens=False)
+    mark = textwrap.fill(mark and f"Marked: {mark}", int(CHARACTERS_OF_MARK * width))
+    of_title = bool(title) * LINE_OF_TITLE * (1 + title.count("\n"))
+    of_mark = bool(mark) * LINE * (2 + mark.count("\n"))
+    height += of_title + of_mark
+    canvas.set_figheight(height)
+    place = {}
+    if mark:  # the layout would move the panels below it, but not the title
+        canvas.text(0.01, 1, mark, va="top", fontsize=6.5, color=MARK_COLOR)
+        canvas.get_layout_engine().set(rect=(0, 0, 1, 1 - (of_mark + of_title) / height))
+        place = {"y": 1 - of_mark / height, "va": "top"}
     if title:
-        width = int(TITLE_CHARACTERS * canvas.get_figwidth())
-        text = textwrap.fill(title, width, break_on_hyphens=False)
-        height = canvas.get_figheight() + LINE_OF_TITLE * (1 + text.count("\n"))
-        canvas.set_figheight(height)
-        canvas.suptitle(text, x=0.01, ha="left", fontsize=8.5, fontweight="bold")
-    if mark:
-        text = textwrap.fill(f"Marked: {mark}", int(CHARACTERS_OF_MARK * canvas.get_figwidth()))
-        height = canvas.get_figheight() + LINE * (2 + text.count("\n"))
-        canvas.set_figheight(height)
-        canvas.get_layout_engine().set(rect=(0, 0, 1, 1 - LINE * (1 + text.count("\n")) / height))
-        canvas.text(0.01, 1, text, va="top", fontsize=6.5, color=MARK_COLOR)
+        canvas.suptitle(title, x=0.01, ha="left", fontsize=8.5, fontweight="bold", **place)
 
 
 def share_limits(axes: list[Axes]) -> None:

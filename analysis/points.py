@@ -84,7 +84,10 @@ class Points(OfRuns):
     shade: Callable[[pd.DataFrame], tuple[float, str] | None] = lambda _: None
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and pair of axes, with names beside lines or points."""
+        """A panel for each facet and pair of axes, with names beside lines or points.
+
+        Raises NoRunsError if none shows a run.
+        """
         if all(x.names and len(x.names(frame)) == 1 for x in self.x):
             own = {key: getattr(self, key) for key in ("table", "hue", "look", "name", "hollow")}
             Rows(values=self.y, **own).draw(frame, canvas)  # in the order of the table
@@ -92,6 +95,8 @@ class Points(OfRuns):
         frame = self._sorted(frame)
         parts, labels = self.facet(frame), self._labels(frame)
         cells = [(title, part, *pair) for title, part in parts for pair in self._pairs(frame)]
+        if all(y.where(part[part[x.column].notna()]).empty for _, part, x, y in cells):
+            raise NoRunsError(f"no run has what is drawn: {self.y[0].quantity(frame)}")
         axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
             self.plot(part, ax, x, y, labels)

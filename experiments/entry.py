@@ -4,13 +4,15 @@ Hydra itself only explains (`--cfg job`, `--info`, `--hydra-help`, shell complet
 """
 
 import argparse
+import contextlib
+import os
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hydra import version
 from hydra._internal.utils import _run_hydra, get_args_parser
@@ -94,15 +96,57 @@ def run_command(
     if explains:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
         _explain(arguments, entry, schema)
-    elif multirun:
-        _run_each(swept_runs(task, runs, is_here=not launcher), launcher)
-    else:
+        return
+    with unbroken_output():
+        if multirun:
+            _run_each(swept_runs(task, runs, is_here=not launcher), launcher)
+        else:
+            try:
+                task(runs[0].config)
+            except ConfigError as error:
+                refuse(error)
+            except RunError as error:
+                sys.exit(f"error: {error}")
+
+
+class Unbroken:
+    """A stream that drops what is written once nobody reads it."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Writes text, and returns its length."""
+        with self._unread():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered."""
+        with self._unread():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _unread(self) -> Iterator[None]:
         try:
-            task(runs[0].config)
-        except ConfigError as error:
-            refuse(error)
-        except RunError as error:
-            sys.exit(f"error: {error}")
+            yield
+        except BrokenPipeError:
+            with open(os.devnull, "w") as nowhere:  # takes what is buffered, too
+                os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+@contextlib.contextmanager
+def unbroken_output() -> Iterator[None]:
+    """Lets a command go on, and succeed, when the reader of its output ends, as `| head` does."""
+    stream = Unbroken(sys.stdout)
+    with contextlib.redirect_stdout(stream):
+        try:
+            yield
+        finally:
+            stream.flush()
 
 
 def parse_command(words: Sequence[str] | None = None) -> argparse.Namespace:

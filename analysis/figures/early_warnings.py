@@ -19,7 +19,7 @@ from matplotlib.ticker import PercentFormatter
 from analysis import spike_marks, style
 from analysis.cli import ChoiceError
 from analysis.grammar import Panels
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 from lowprec.diagnostics.spikes import (
     Protocol,
     leads,
@@ -244,7 +244,9 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
     RMS_t has the only band of intervals. Precision and recall have one y axis.
     """
     shares, chance, tops = transferred(frame[frame["score"].isin(SCORES)]), [], [0.1]
-    for score, (label, color, dashes) in LOOKS.items() if shares else ():
+    if not (shares and frame["num_spikes"].any()):
+        raise NoRunsError("no run has what is drawn: loss spikes, at two values of beta2")
+    for score, (label, color, dashes) in LOOKS.items():
         lines = np.stack([shares["detection", score, horizon] for horizon in HORIZONS], axis=1)
         tops.append(np.fmax.reduce(lines[0, :, [0, 2]], axis=None))
         look = {"color": color, "lw": 1.2, "ls": dashes, "label": label}
@@ -254,11 +256,10 @@ def plot(frame: pd.DataFrame, ax: Axes, column: int, name: str) -> None:
             ax.fill_between(HORIZONS, *ends[..., column // 2], color=color, alpha=0.15, lw=0)
         ax.plot(HORIZONS, lines[0, :, column], marker="o", ms=2.5, **look)
         chance.append(lines[0, :, column + 1])
-    if shares:
-        low, high = np.min(chance, axis=0), np.max(chance, axis=0)
-        ax.fill_between(HORIZONS, low, high, color="0.8", lw=0)
-        ax.annotate("by chance", (HORIZONS[3], high[3]), (0, 1), textcoords="offset points",
-                    ha="right", fontsize=7, color=style.OTHER, visible=column > 0)  # fmt: skip
+    low, high = np.min(chance, axis=0), np.max(chance, axis=0)
+    ax.fill_between(HORIZONS, low, high, color="0.8", lw=0)
+    ax.annotate("by chance", (HORIZONS[3], high[3]), (0, 1), textcoords="offset points",
+                ha="right", fontsize=7, color=style.OTHER, visible=column > 0)  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_xticks(HORIZONS, [f"{horizon}" for horizon in HORIZONS])
     ax.set(xlabel="horizon (steps)", ylabel=name, ylim=(0, 1.03 * np.fmax.reduce(tops)))

@@ -107,7 +107,7 @@ def test_several_scales_ask_for_one(make_run, run_make, tmp_path):
 def test_runs_of_no_study_that_lack_what_a_figure_shows_end_in_one_line(make_run, run_make, slug):
     features = pd.DataFrame({paper.BLOCK.format(3): np.ones(20)}, range(1, 21))
     for seed in (0, 1):  # in bf16, without spikes and evaluation
-        of_run = {"experiment": None, "state": "failed", "seed": seed}
+        of_run = {"experiment": None, "state": "failed", "seed": seed, "beta2": 0.9 + 0.09 * seed}
         make_run(num_steps=20, tables={"blocks": {"feature_mean": features}}, **of_run)
     code, _, err = run_make("--experiment", "any", slug=slug)
     assert code == 2 and err.startswith("error: no run has ") and err.count("\n") == 1

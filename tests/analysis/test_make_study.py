@@ -1,11 +1,13 @@
 """The marks of figures drawn from incomplete or mixed runs."""
 
+import itertools
 import json
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 
-from analysis import make
+from analysis import make, panels
 from analysis.load import load_all
 from lowprec.config.schema import DiagnosticsConfig, SpikeConfig
 
@@ -29,6 +31,20 @@ def test_a_figure_without_runs_of_its_own_at_a_scale_shows_those_of_its_fallback
     for scale, shown in (("mini", run), ("demo", own), (None, own)):
         _, about = make.draw("rms_and_loss", runs, tmp_path / "out", "", scale)
         assert [row["path"] for row in about["runs"]] == [str(shown)]
+
+
+def test_what_marks_a_figure_stands_above_its_title_and_its_panels():
+    for mark in (
+        "2 of 5 runs incomplete",
+        "2 of 5 runs incomplete or damaged; 2 different data sets",
+    ):
+        figure = Figure(layout="constrained", figsize=(2.5, 2))
+        ax = figure.subplots()
+        ax.set_title("panel")
+        panels.add_title(figure, "A title that is longer than one line of its figure", mark)
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in (*figure.texts, ax.title)]
+        assert all(above.y0 > below.y1 for above, below in itertools.pairwise(boxes))
 
 
 def test_marks_state_what_is_incomplete_or_mixed(make_run, tmp_path):

@@ -18,6 +18,7 @@ from analysis.figures import (
     spikes_vs_lr,
     tensors_before_spikes,
 )
+from analysis.load import NoRunsError
 from analysis.measures import RECALL
 from analysis.spike_marks import at_main_rate
 from lowprec.clip.model import build_model
@@ -87,6 +88,13 @@ def test_a_control_at_another_rate_is_drawn_alone_but_not_pooled_with_its_study(
     runs(lr=2e-3)
     pooled, _ = runs(lr=2e-3, seed=1)
     assert len(pooled) == 3 and at_other_scale in pooled and control not in pooled
+
+
+def test_warnings_of_runs_without_spikes_are_not_drawn(plant, query):
+    for beta2 in (0.98, 0.99):
+        plant({}, beta2=beta2, experiment="stability")
+    with pytest.raises(NoRunsError, match="no run has what is drawn: loss spikes"):
+        drawn(spike_warnings, query(spike_warnings))
 
 
 def test_only_a_rate_with_fewer_runs_of_its_model_and_optimizer_is_a_control():

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import runpy
 import shlex
@@ -154,6 +155,23 @@ def test_a_sweep_prints_its_overrides_as_they_can_be_typed_again_without_passwor
     first, _ = entry.swept_runs(None, runs, is_here=True)
     expected = (*texts, 'data.train="https://host/a.tar"')
     assert first.sweep.overrides == expected and tuple(shlex.split(first.sweep.own)) == expected
+
+
+def test_a_command_goes_on_when_nobody_reads_its_output(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    printed = []
+
+    def task(config):
+        for print_it in (print, Console().print, print):
+            print_it("one line", flush=True) if print_it is print else print_it("one line")
+            printed.append(print_it)
+
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "argv", ["train", *WORDS])
+        entry.run_command(task, "train")
+    assert len(printed) == 3
 
 
 def test_several_processes_train_no_sweep(as_command, monkeypatch, capfd):
