@@ -18,6 +18,8 @@ from lowprec.config.schema import STATISTICS, is_sampled
 from lowprec.diagnostics.buffer import StepBuffer
 from lowprec.diagnostics.moments import MomentReader
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector, Protocol, Spike, spike_events
+from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.recipe import RECIPES
 from lowprec.optim.fused import is_capturing
 from lowprec.optim.stable_adamw import StableAdamW
 
@@ -97,6 +99,7 @@ class Monitor:
             optimizer = inner
         self.optimizer, self.every, self.step, self.group = optimizer, every, step, group
         self.model_name, params = type(_inside(model)).__name__, self._params()
+        self.recipe = _recipe_of(model)
         named = {p: name.replace("_orig_mod.", "") for name, p in _inside(model).named_parameters()}
         self._ids = [*map(id, params)]
         self.names = [named.get(p, f"parameter {i}") for i, p in enumerate(params)]
@@ -219,8 +222,8 @@ class Monitor:
         finite. If the folder has another run, this one is saved beside it, as `<folder>-2`, with a
         warning. A resumed run, watched with its `step`, may write into its folder again: of a step
         that is there twice, the later row counts. `config` has keys of `lowprec.config.schema` that
-        tell runs apart, such as {"seed": 1, "precision.recipe": "switchback"}, and the monitor
-        remembers them. After an error, the rows remain, and another folder can take them.
+        tell runs apart, such as {"seed": 1}, and the monitor remembers them; the recipe is that of
+        the layers watched. After an error, the rows remain, and another folder can take them.
 
         Raises:
             ConfigError: a key that the schema does not have, or a value of another type.
@@ -320,7 +323,7 @@ class Monitor:
         config = {
             **{"name": name, "experiment": None, "scale": "mini", "num_steps": max(self.step, 1)},
             **{"log_every": self._buffer.capacity, "model.name": self.model_name},
-            **{"precision.autocast": "unknown", "precision.recipe": "high"},
+            **{"precision.autocast": "unknown", "precision.recipe": self.recipe},
             "optimizer.name": NAMES.get(kind, kind.lower()),
             "optimizer.weight_decay": float(group.get("weight_decay", 0.0)),
             "diagnostics.statistics": list(WATCHED),
@@ -331,6 +334,15 @@ class Monitor:
         positive = {"optimizer.lr": self._largest_lr, "optimizer.eps": float(group.get("eps", 0.0))}
         config |= {key: value for key, value in positive.items() if value}
         return config | {f"diagnostics.spikes.{key}": value for key, value in thresholds.items()}
+
+
+def _recipe_of(model: nn.Module) -> str:
+    """The recipe of a model's low-precision layers; "custom" for several or a caller's own."""
+    layers = (module for module in model.modules() if isinstance(module, LowPrecisionLinear))
+    names = {layer.settings.recipe.name for layer in layers} - {"high"}
+    if not names:
+        return "high"
+    return names.pop() if len(names) == 1 and names <= RECIPES.keys() else "custom"
 
 
 def _inside(model: nn.Module) -> nn.Module:

@@ -14,6 +14,9 @@ from analysis import load_runs, spike_marks, spikes
 from analysis.report.page import make_page
 from lowprec.config.check import ConfigError, RunError
 from lowprec.diagnostics import Protocol, watch
+from lowprec.nn import LowPrecisionLinear
+from lowprec.nn.recipe import Recipe
+from lowprec.optim import StableAdamW
 from lowprec.runs.read import read_status
 from tests.diagnostics.watched import (
     PROTOCOL,
@@ -38,6 +41,28 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="seed='zero': not allowed"):
         monitor.save(tmp_path / "run", {"seed": "zero"})
     assert not (tmp_path / "run").exists() and len(monitor.rows()) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipes", "recorded"),
+    [
+        ([], "high"),
+        (["high"], "high"),
+        (["switchback", "high", "switchback"], "switchback"),
+        (["switchback", "llm_int8"], "custom"),
+        ([Recipe("mine")], "custom"),
+    ],
+)
+def test_the_recipe_of_the_layers_is_recorded(tmp_path, recipes, recorded):
+    layers = [LowPrecisionLinear(16, 16, recipe=recipe) for recipe in recipes]
+    model = nn.Sequential(nn.Linear(16, 16), *layers)
+    optimizer = StableAdamW(model.parameters(), lr=1e-3)
+    monitor = watch(model, optimizer)
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    monitor.save(tmp_path / "run")
+    [found] = load_runs(tmp_path / "run").runs["precision.recipe"]
+    assert found == recorded
 
 
 def content(folder):
