@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -93,12 +92,10 @@ def run_command(
         launcher = compose.launcher_settings(overrides, entry, schema) if multirun else {}
     except ConfigError as error:
         refuse(error)
-    if explains:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly under `| head`
-        _explain(arguments, entry, schema)
-        return
     with unbroken_output():
-        if multirun:
+        if explains:
+            _explain(arguments, entry, schema)
+        elif multirun:
             _run_each(swept_runs(task, runs, is_here=not launcher), launcher)
         else:
             try:

@@ -210,13 +210,13 @@ def by_setting(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     keys = ["model", "optimizer", "source", "batch", "settings"]
     order = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
     parts = frame.assign(order=order).sort_values("order", kind="stable")
-    panels = []
+    titled = []
     for (model, optimizer, _, batch, settings), part in parts.groupby(keys, sort=False):
         named = f"{naming.model(model)}, {naming.optimizer_name(optimizer)}, {on(part)}"
         # a setting stays on its line
         rest = f"{int(batch):,} images per GPU{settings}".replace(" ", "\xa0")
-        panels.append((f"{named}\n" + textwrap.fill(rest.replace(",\xa0", ", "), 30), part))
-    return panels
+        titled.append((f"{named}\n" + textwrap.fill(rest.replace(",\xa0", ", "), 30), part))
+    return titled
 
 
 def plot_scaling(frame: pd.DataFrame, ax: Axes) -> None:

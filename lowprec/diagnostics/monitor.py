@@ -18,7 +18,7 @@ from lowprec.config.schema import STATISTICS, is_sampled
 from lowprec.diagnostics.buffer import StepBuffer
 from lowprec.diagnostics.moments import MomentReader
 from lowprec.diagnostics.spikes import PROTOCOLS, Detector, Protocol, Spike, spike_events
-from lowprec.nn.linear import LowPrecisionLinear
+from lowprec.nn.linear import KeepsRecipe
 from lowprec.nn.recipe import RECIPES
 from lowprec.optim.fused import is_capturing
 from lowprec.optim.stable_adamw import StableAdamW
@@ -338,8 +338,8 @@ class Monitor:
 
 def _recipe_of(model: nn.Module) -> str:
     """The recipe of a model's low-precision layers; "custom" for several or a caller's own."""
-    layers = (module for module in model.modules() if isinstance(module, LowPrecisionLinear))
-    names = {layer.settings.recipe.name for layer in layers} - {"high"}
+    layers = (module for module in model.modules() if isinstance(module, KeepsRecipe))
+    names = {layer.recipe_name() for layer in layers} - {"high"}
     if not names:
         return "high"
     return names.pop() if len(names) == 1 and names <= RECIPES.keys() else "custom"

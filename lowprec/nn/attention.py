@@ -24,7 +24,8 @@ class Attention(KeepsRecipe, nn.MultiheadAttention):
     causal = False
     in_proj_settings: Settings | None = None
 
-    def _recipe_name(self) -> str:
+    def recipe_name(self) -> str:
+        """The name of the input projection's recipe."""
         return self.in_proj_settings.recipe.name if self.in_proj_settings else "high"
 
     def in_proj(self, x: Tensor) -> Tensor:

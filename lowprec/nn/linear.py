@@ -293,15 +293,16 @@ class KeepsRecipe:
     torch.save keeps metadata. Keys and strict loading are those of a module without a recipe.
     """
 
-    def _recipe_name(self) -> str:
+    def recipe_name(self) -> str:
+        """The name of the recipe of the layer's own weight."""
         return self.settings.recipe.name
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["recipe"] = self._recipe_name()
+        getattr(destination, "_metadata", {}).get(prefix[:-1], {})["recipe"] = self.recipe_name()
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
-        own, saved = self._recipe_name(), local_metadata.get("recipe")
+        own, saved = self.recipe_name(), local_metadata.get("recipe")
         if saved not in (None, own):
             text = f"loading weights saved with recipe {saved} into layers with recipe {own}"
             warnings.warn(text, stacklevel=2)  # says the same for each layer, so it is shown once
