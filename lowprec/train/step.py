@@ -69,6 +69,7 @@ class GraphedStep:
 
     def __init__(self, step: TrainStep, batch: Batch):
         self.step, self.device = step, step.frozen.device
+        self.sharded = [m for m in step.task.model.modules() if isinstance(m, FSDPModule)]
         with on_device(self.device):
             self._capture(batch)
 
@@ -108,9 +109,8 @@ class GraphedStep:
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """Copies a batch to the GPU while the previous step runs, then replays the graph."""
-        model = self.step.task.model
-        if isinstance(model, FSDPModule):  # a replay does not renew what an evaluation gathered
-            model.reshard()
+        for module in self.sharded:  # a replay does not renew what an evaluation gathered
+            module.reshard()
         with on_device(self.device):
             with torch.cuda.stream(self.copies):
                 self.copies.wait_event(self.next_is_free)

@@ -152,6 +152,32 @@ def test_a_capture_changes_nothing_and_its_device_is_the_current_one(monkeypatch
     assert not current
 
 
+def test_a_replay_gathers_every_sharded_module_anew(monkeypatch):
+    """What an evaluation gathered is older than the weights that the graph has updated."""
+    resharded = []
+
+    class Sharded(torch.nn.Sequential):
+        def reshard(self):
+            resharded.append(self)
+
+    model = Sharded(torch.nn.Linear(2, 2), torch.nn.Sequential(Sharded()))
+
+    class Step:
+        frozen, optimizer, task = torch.tensor(False), SimpleNamespace(param_groups=[]), None
+
+        def __call__(self, batch):
+            return {}
+
+    Step.task = task_of(model)
+    monkeypatch.setattr(step_module, "FSDPModule", Sharded)
+    monkeypatch.setattr(torch, "cuda", MagicMock())
+    monkeypatch.setattr(step_module, "on_device", lambda device: contextlib.nullcontext())
+    graphed = GraphedStep(Step(), MagicMock())
+    graphed.graph.replay = lambda: resharded.append("replay")
+    graphed(MagicMock())
+    assert resharded == [model, model[1][0], "replay"]
+
+
 def test_a_capture_that_fails_frees_its_graph(monkeypatch):
     """NCCL would wait for it at the end of the process."""
 
