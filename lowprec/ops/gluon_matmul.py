@@ -1,10 +1,13 @@
 """Gluon kernels for `reference.matmul` on Hopper: int8 or fp8 products with fused scales and bias.
 
-One program per multiprocessor loops over output tiles, or over parts of their sums. A producer warp
-loads operands by TMA into a ring of stages; each of two warpgroups multiplies half the rows of a
-tile. While one warpgroup scales, rounds and stores its rows, the other can multiply, and the
-producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes. Scales may
-belong to tiles of 128 terms: then each warpgroup adds scaled products in float32.
+One program per multiprocessor takes output tiles, or parts of their sums, until none is left. A
+producer warp loads operands by TMA into a ring of stages; each of two warpgroups multiplies half
+the rows of a tile. While one warpgroup scales, rounds and stores its rows, the other can multiply,
+and the producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes.
+Scales may belong to tiles of 128 terms: then each warpgroup adds scaled products in float32.
+
+Programs number their tiles by a counter in global memory. With equal shares, programs that start
+late, because NCCL's kernels hold some multiprocessors, would double the time of the product.
 """
 
 import torch
@@ -56,22 +59,46 @@ def _tile_at(number, ring, M, N, K, K_PART):
 
 
 @gluon.jit
-def _load_tiles(a_desc, b_desc, ring, M, N, K, K_PART):
-    """Fills stages of the ring as the warpgroups empty them."""
-    a_ring, b_ring, full, empty = ring
-    step = 0
-    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+def _load_tiles(a_desc, b_desc, ring, counter_ptr, M, N, K, K_PART):
+    """Fills stages of the ring as the warpgroups empty them, then a last one with no tile."""
+    a_ring, b_ring, full, empty, numbers = ring
+    count, step = _count(ring, M, N, K, K_PART), 0
+    number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    while number < count:
         m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         for k in range(first, last, BLOCK_K):
             stage = step % STAGES
             # A barrier's phase flips each time the ring has gone round. Waiting for the opposite of
             # the readers' phase returns at once in the first round, when all stages are empty.
             mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+            _write_number(numbers.index(stage), number)
             loaded = full.index(stage)
             mbarrier.expect(loaded, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(a_desc, [m0, k], loaded, a_ring.index(stage))
             tma.async_copy_global_to_shared(b_desc, [n0, k], loaded, b_ring.index(stage))
             step += 1
+        number = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+    _write_number(numbers.index(stage), number)
+    mbarrier.arrive(full.index(stage), count=1)
+    if number == count + gl.num_programs(0) - 1:  # no program will count again
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def _write_number(place, number):
+    """Stores a number in shared memory; the barrier that is next arrived at publishes it."""
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def _next_number(ring, step):
+    """The number of the tile of a stage, once this stage is full."""
+    a_ring, b_ring, full, empty, numbers = ring
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    return gl.max(numbers.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.jit
@@ -80,7 +107,7 @@ def _multiply_tiles(
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Multiplies the first (HALF = 0) or last (HALF = 1) rows of tiles, scales and stores them."""
-    a_ring, b_ring, full, empty = ring
+    a_ring, b_ring, full, empty, numbers = ring
     out_desc, out_buffers = output
     a_scale_ptr, b_scale_ptr, bias_ptr = factors
     HALF_M: gl.constexpr = out_buffers.shape[1]
@@ -88,8 +115,9 @@ def _multiply_tiles(
     IS_INT: gl.constexpr = a_ring.dtype == gl.int8
     WIDTH: gl.constexpr = 128 if IS_INT else BLOCK_N  # Triton has no wider instruction for int8
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    step = 0
-    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+    count, step = _count(ring, M, N, K, K_PART), 0
+    number = _next_number(ring, step)
+    while number < count:
         m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         m0 += HALF * HALF_M
         sums = gl.zeros([HALF_M, BLOCK_N], gl.int32 if IS_INT else gl.float32, layout)
@@ -114,6 +142,7 @@ def _multiply_tiles(
         finished = gluon_finish(sums, a_scale, b_scale, bias, BIAS)
         row = part * gl.cdiv(M, 2 * HALF_M) * 2 * HALF_M + m0  # whole tiles, which TMA stores
         _store(finished, row, n0, out_desc, out_buffers.index(HALF))
+        number = _next_number(ring, step)
     tma.store_wait(0)
 
 
@@ -147,15 +176,16 @@ def _multiply_scaled_tiles(
     A warpgroup has registers for these sums and for the product of half the columns.
     """
     M, N, K, K_PART = sizes
-    a_ring, b_ring, full, empty = ring
+    a_ring, b_ring, full, empty, numbers = ring
     out_desc, out_buffers = output
     a_scale_ptr, b_scale_ptr, b_scales, stride_am, stride_ak, stride_bn, stride_bk = scales
     HALF_M: gl.constexpr = out_buffers.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF_N, 32])
     loaded: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     zeros = gl.zeros([HALF_M, HALF_N], gl.float32, layout)
-    step = 0
-    for number in range(gl.program_id(0), _count(ring, M, N, K, K_PART), gl.num_programs(0)):
+    count, step = _count(ring, M, N, K, K_PART), 0
+    number = _next_number(ring, step)
+    while number < count:
         m0, n0, part, first, last = _tile_at(number, ring, M, N, K, K_PART)
         m0 += HALF * HALF_M
         m = m0 + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
@@ -198,6 +228,7 @@ def _multiply_scaled_tiles(
         place = (out_desc, out_buffers.index(HALF), row)
         _add_bias_and_store(left, n0, N, bias_ptr, place, BIAS)
         _add_bias_and_store(right, n0 + HALF_N, N, bias_ptr, place, BIAS)
+        number = _next_number(ring, step)
     tma.store_wait(0)
 
 
@@ -230,7 +261,10 @@ def _allocate(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def _make_ring(a_desc, b_desc):
-    """Stages for blocks of both operands, and the barriers that say which are full or empty."""
+    """Stages for blocks of both operands, barriers that say which are full or empty, and numbers.
+
+    The numbers are those of the stages' tiles.
+    """
     a_ring = _allocate(a_desc, STAGES)
     b_ring = _allocate(b_desc, STAGES)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -239,12 +273,14 @@ def _make_ring(a_desc, b_desc):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)  # of two warpgroups
     fence_async_shared()
-    return a_ring, b_ring, full, empty
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], plain)
+    return a_ring, b_ring, full, empty, numbers
 
 
 @gluon.jit
 def _matmul_tiles_hopper_kernel(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, counter_ptr, M, N, K, K_PART,
     stride_am, stride_ak, stride_bn, stride_bk, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     ring = _make_ring(a_desc, b_desc)
@@ -258,7 +294,7 @@ def _matmul_tiles_hopper_kernel(
         [
             (_multiply_scaled_tiles, (0, ring, output, scales, bias_ptr, sizes, B_ROWS, BIAS)),
             (_multiply_scaled_tiles, (1, ring, output, scales, bias_ptr, sizes, B_ROWS, BIAS)),
-            (_load_tiles, (a_desc, b_desc, ring, M, N, K, K_PART)),
+            (_load_tiles, (a_desc, b_desc, ring, counter_ptr, M, N, K, K_PART)),
         ],
         [4, 1],
         [240, 24],
@@ -267,7 +303,7 @@ def _matmul_tiles_hopper_kernel(
 
 @gluon.jit
 def _matmul_hopper_kernel(
-    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, M, N, K, K_PART,
+    a_desc, b_desc, out_desc, a_scale_ptr, b_scale_ptr, bias_ptr, counter_ptr, M, N, K, K_PART,
     A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     ring = _make_ring(a_desc, b_desc)
@@ -278,7 +314,7 @@ def _matmul_hopper_kernel(
         [
             (_multiply_tiles, (0, ring, output, factors, M, N, K, K_PART, A_ROWS, B_ROWS, BIAS)),
             (_multiply_tiles, (1, ring, output, factors, M, N, K, K_PART, A_ROWS, B_ROWS, BIAS)),
-            (_load_tiles, (a_desc, b_desc, ring, M, N, K, K_PART)),
+            (_load_tiles, (a_desc, b_desc, ring, counter_ptr, M, N, K, K_PART)),
         ],
         [4, 1],  # warps of the last two functions; the first runs in the kernel's own warps
         [232, 40],  # registers per thread of these two; the first gets the rest, also 232
@@ -308,4 +344,4 @@ def plan_hopper(
         [half_m, stored // half_m // out_dtype.itemsize],
     )
     grid = (min(num_sms(device), tiles),)
-    return Launch(kernel, grid, integers, blocks, **constants, num_warps=4)
+    return Launch(kernel, grid, integers, blocks, is_counted=True, **constants, num_warps=4)

@@ -20,6 +20,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
+from lowprec.ops.counters import next_counter
+
 ALIGNMENT = 16  # bytes; Triton compiles another kernel for addresses that are not multiples of it
 SWIZZLE = 128  # bytes; rows of blocks must be multiples of it
 MAX_DESCRIPTORS = 4096  # per argument; the allocator reuses addresses, so few are needed
@@ -46,6 +48,7 @@ class Launch:
         sizes: the integers.
         blocks: block shapes of the leading tensors, which a Gluon kernel takes as TMA descriptors;
             empty if the kernel takes no descriptors.
+        is_counted: whether the kernel takes a `counter` after the tensors of a call.
         constants: constants by name, and Triton's options, such as num_warps.
     """
 
@@ -55,10 +58,11 @@ class Launch:
         grid: tuple[int, ...],
         sizes: tuple[int, ...],
         blocks: tuple[list[int], ...] = (),
+        is_counted: bool = False,
         **constants: Any,
     ):
         self.kernel, self.grid, self.sizes, self.blocks = kernel, grid, sizes, blocks
-        self.constants = constants
+        self.constants, self.is_counted = constants, is_counted
         self.num_programs = math.prod(grid)
         self.launch: Callable | None = None
 
@@ -72,6 +76,8 @@ class Launch:
             with on_device(tensors[0].device):
                 self(*tensors)
             return
+        if self.is_counted:
+            tensors += (next_counter(tensors[0]),)
         addresses, bits = [], 0
         for tensor in tensors:
             if tensor.get_device() != device:
