@@ -220,21 +220,18 @@ def by_setting(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def plot_scaling(frame: pd.DataFrame, ax: Axes) -> None:
-    """A line for each precision with DDP or FSDP2, from one GPU on; points are other runs of it.
-
-    The line is of the run with the most numbers of GPUs, of several the last one.
-    """
+    """A line for each precision with DDP or FSDP2, from one GPU on; points are earlier runs."""
     order = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
     parts = frame.assign(order=order).sort_values(["order", "kind", "processes"])
     for (precision, kind), part in parts.groupby(["precision", "kind"], sort=False):
         name, dashes, marker = KINDS[kind]
-        runs = [run for _, run in part.groupby(["file", "host", "commit"], dropna=False)]
-        *others, longest = sorted(runs, key=len)
+        runs = part.groupby(["file", "host", "commit"], dropna=False, sort=False)
+        *earlier, last = (run for _, run in runs)  # in the order of lines
         look = {"color": color(precision), "marker": marker, "ms": 4}
-        for run in others:
+        for run in earlier:
             ax.plot(run["processes"], run["ratio"], ls="none", mfc="white", zorder=3, **look)
         look |= {"lw": 1.2, "ls": dashes, "label": f"{naming.precision(precision)}, {name}"}
-        ax.plot(longest["processes"], longest["ratio"], zorder=4, **look)
+        ax.plot(last["processes"], last["ratio"], zorder=4, **look)
     ax.axhline(1, color="black", lw=0.8, ls=":")
     ax.annotate("perfect scaling", (1, 1), (0, 1.5), xycoords=ax.get_yaxis_transform(), ha="right",
                 fontsize=6.5, textcoords="offset points")  # fmt: skip
@@ -298,7 +295,7 @@ FIGURES = {
         facet=by_setting,
         text="Training steps on GPUs of one host with the same number of images per GPU: images "
         "per second and GPU, relative to one GPU of the same host in the same run. Hollow: "
-        "further runs.",
+        "earlier runs.",
     ),
     "quantization_variance": Panels(
         title=most_precise,
