@@ -124,7 +124,7 @@ def main(
     preflight(config)
     progress, state = ProgressBar(config), "failed"
     # a refused command loads no torch
-    with hidden("transformers", "wandb"):  # open_clip would import them
+    with hidden("timm", "transformers", "wandb"):  # open_clip would import them
         import lowprec.clip  # noqa: F401
     from lowprec.train.build import pick_device
     from lowprec.train.distributed import DistributedRanks, PeerFailed, Ranks
@@ -156,7 +156,7 @@ def main(
 def hidden(*packages: str) -> Iterator[None]:
     """Lets imports of packages fail as if they were not installed, unless they are loaded already.
 
-    open_clip would spend about 2 s on transformers, for models that configs refuse.
+    open_clip would spend seconds on timm and transformers, for models that configs refuse.
     """
     absent = [package for package in packages if package not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))

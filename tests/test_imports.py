@@ -44,7 +44,7 @@ for entry, keys in (("evaluate", "run="), ("export", "out=x source=")):
 
 
 def test_training_leaves_out_what_open_clip_imports_for_models_that_are_refused(tmp_path):
-    for name in ("transformers", "wandb"):
+    for name in ("timm", "transformers", "wandb"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(3)")
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
     done = python("-m", "experiments.train", "device=cuda", cwd=tmp_path, **paths)
