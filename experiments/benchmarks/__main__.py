@@ -9,7 +9,7 @@ import importlib
 import sys
 
 from experiments.benchmarks.configs import BENCHMARKS
-from experiments.entry import parse_command, refuse, run_command
+from experiments.entry import parse_command, refuse, run_command, unbroken_output
 from lowprec.config.check import ConfigError
 from lowprec.nearest import nearest
 
@@ -18,7 +18,8 @@ def main() -> None:
     """Checks the command line, without torch; then imports and runs the benchmark that it names."""
     name, *words = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
-        print(__doc__.strip())
+        with unbroken_output():
+            print(__doc__.strip())
         return
     if name not in BENCHMARKS:
         hint = nearest(name, BENCHMARKS)

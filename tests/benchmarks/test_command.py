@@ -1,5 +1,6 @@
 """The command of the benchmarks; tests/test_imports.py says that it loads no torch."""
 
+import os
 import sys
 
 import pytest
@@ -24,6 +25,16 @@ def test_wrong_names_and_keys_are_refused(words, fault, monkeypatch, capsys):
     with pytest.raises(SystemExit) as refused:
         command.main()
     assert fault in f"{refused.value} {capsys.readouterr().err}"
+
+
+def test_help_ends_in_silence_when_nobody_reads_it(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with open(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        command.main()
+        stream.flush()
 
 
 def test_the_peers_of_a_layer_are_those_of_its_keys():
