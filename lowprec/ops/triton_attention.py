@@ -198,10 +198,10 @@ def _attention_backward_kernel(
 def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
     """Whether `attention` takes packed queries, keys and values [batch, tokens, 3 width].
 
-    It requires 16 bits and a GPU of compute capability 8.0 or higher. GPUs before Hopper take up to
-    64 tokens and heads up to 64 wide; later ones also take either heads up to 128 wide or up to 96
-    tokens, and Hopper alone 129 tokens without a causal mask, with heads up to 80 wide. Larger
-    sizes would spill registers, and so do 129 tokens for compute capabilities 10.0 and 12.0.
+    It requires 16 bits and a GPU of compute capability 8.0 or higher. All of these take up to 64
+    tokens and heads up to 64 wide. Capabilities 9 and 10 also take either heads up to 128 wide or
+    up to 96 tokens, and Hopper (9) alone 129 tokens without a causal mask, with heads up to 80
+    wide. Elsewhere, these sizes would spill registers.
     """
     tokens, packed_width = qkv.shape[1:]
     head_width = packed_width // 3 // num_heads
@@ -211,7 +211,9 @@ def takes(qkv: Tensor, num_heads: int, is_causal: bool) -> bool:
     is_medium = tokens <= 64 or (tokens <= 96 and head_width <= 64)
     is_129 = tokens == 129 and head_width <= 80 and not is_causal
     major, _ = torch.cuda.get_device_capability(qkv.device)
-    return is_small if major == 8 else (is_medium and major > 8) or (is_129 and major == 9)
+    if is_small:
+        return major >= 8
+    return (is_medium and major in (9, 10)) or (is_129 and major == 9)
 
 
 def output_size(qkv: Tensor, num_heads: int, g: Tensor | None = None) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""All kernels compile for sm_80 and sm_90, without a GPU."""
+"""All kernels compile for sm_90, the general ones also for other GPUs, without a GPU."""
 
 import json
 import os
@@ -11,8 +11,12 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 
 
+OTHERS = {80: 166_912, 89: 101_376, 100: 232_448, 120: 101_376}  # of a program's shared memory
+
+
 @pytest.mark.parametrize(
-    "capability, shared_bytes", [(90, 232_448), pytest.param(80, 166_912, marks=pytest.mark.slow)]
+    "capability, shared_bytes",
+    [(90, 232_448), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS.items())],
 )
 def test_kernels_compile_without_spills_into_shared_memory(capability, shared_bytes):
     # in a subprocess, because kernels may be interpreted in this one
@@ -24,6 +28,6 @@ def test_kernels_compile_without_spills_into_shared_memory(capability, shared_by
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
     compiled = {key.split(":")[0] for key in report["measured"]}
-    assert capability < 90 or compiled == set(report["kernels"])
+    assert capability != 90 or compiled == set(report["kernels"])
     for key, cost in report["measured"].items():
         assert cost["spilled"] == 0 and cost["shared"] <= shared_bytes, key

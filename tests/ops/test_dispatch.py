@@ -137,20 +137,20 @@ def test_both_layouts_share_no_memory(device, monkeypatch, by, granularity, shap
     assert q_KM.stride() == torch.empty(q_KM.shape).stride()
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0), (12, 0)])
 def test_attention_takes_short_16_bit_sequences_on_a_gpu(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    is_ampere, is_later, is_hopper = (
+    is_ampere, is_large, is_hopper = (
         capability >= (8, 0),
-        capability >= (9, 0),
+        capability in ((9, 0), (10, 0)),
         capability == (9, 0),
     )
     with FakeTensorMode():
         for tokens, width, dtype, device, takes in (
             (64, 128, torch.bfloat16, GPU, is_ampere),
             (1, 32, torch.float16, GPU, is_ampere),
-            (64, 256, torch.bfloat16, GPU, is_later),
-            (96, 128, torch.bfloat16, GPU, is_later),
+            (64, 256, torch.bfloat16, GPU, is_large),
+            (96, 128, torch.bfloat16, GPU, is_large),
             (97, 128, torch.bfloat16, GPU, False),
             (65, 130, torch.bfloat16, GPU, False),
             (129, 160, torch.bfloat16, GPU, is_hopper),
