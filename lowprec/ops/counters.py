@@ -1,13 +1,14 @@
 """Counters on GPUs, from which the programs of a kernel take numbers until none is left."""
 
 import functools
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-CAPTURED = 2**16  # counters for captured launches, each of 16 bytes
-_unused: dict[int, Iterator[Tensor]] = {}  # these, by GPU
+COUNTERS = 2**16  # made at a time, 16 bytes each
+_unused: dict[int, Iterator[Tensor]] = {}  # by GPU
 
 
 def next_counter(like: Tensor) -> Tensor:
@@ -15,8 +16,7 @@ def next_counter(like: Tensor) -> Tensor:
 
     The kernel must leave it at 0. No launch that may run at the same time counts with it: launches
     on one stream run one after another and share a counter. A graph may be replayed beside them, so
-    each captured launch keeps its own; once these are used up, graphs clear theirs, which takes a
-    kernel each.
+    each captured launch keeps its own; where none is left, the graph clears one, by another kernel.
     """
     device = like.get_device()
     if device < 0:
@@ -24,13 +24,24 @@ def next_counter(like: Tensor) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         own = next(_unused.get(device, iter(())), None)
         return torch.zeros(1, dtype=torch.int32, device=like.device) if own is None else own
-    if device not in _unused:
-        counters = torch.zeros(CAPTURED, 4, dtype=torch.int32, device=like.device)
-        torch.cuda.synchronize(device)  # graphs do not wait for this stream
-        _unused[device] = map(lambda row: counters[row, :1], range(CAPTURED))
     return _of_stream(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
 def _of_stream(device: int, stream: int) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=torch.device("cuda", device))
+    own = next(_unused.get(device, iter(())), None)
+    if own is None:
+        # a thread of its own does not allocate in a memory pool that this one uses, as in the
+        # warm-up of torch.compile(mode="reduce-overhead"), which frees what it does not know
+        thread = threading.Thread(target=_make_counters, args=(device,))
+        thread.start()
+        thread.join()
+        own = next(_unused[device])
+    return own
+
+
+def _make_counters(device: int) -> None:
+    with torch.cuda.device(device):
+        counters = torch.zeros(COUNTERS, 4, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()  # other streams do not wait for this one
+    _unused[device] = map(lambda row: counters[row, :1], range(COUNTERS))
