@@ -175,18 +175,20 @@ class DistributedRanks(Ranks):
 def shard(model: nn.Module, blocks: list[nn.Module], world: Ranks) -> None:
     """Shards parameters, gradients and optimizer states over ranks in place (FSDP2).
 
-    Parameters are gathered block by block in their own dtype, once per step: they stay whole from
-    the forward to the end of the backward pass. Gradients are summed in float32. The logit scale is
-    0-d and cannot be sharded: every rank holds it, and `ContrastiveTask` averages its gradient.
+    Parameters are gathered in their own dtype, by block and embedding table, once per step: they
+    stay whole from the forward pass to the end of their own backward pass. The few others, of the
+    root, are gathered for both. Gradients are summed in float32. The logit scale is 0-d and cannot
+    be sharded: every rank holds it, and `ContrastiveTask` averages its gradient.
     """
     mesh = torch.distributed.init_device_mesh(next(model.parameters()).device.type, (world.size,))
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        "reshard_after_forward": False,  # of 4-byte parameters; 12 more bytes of each are sharded
+        "reshard_after_forward": False,  # gradients and moments, most of the bytes, stay sharded
     }
-    for block in blocks:
-        fully_shard(block, **options)
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    for module in (*blocks, *tables):
+        fully_shard(module, **options)
     fully_shard(model, **options, ignored_params={model.logit_scale})
     for method in ("encode_image", "encode_text"):  # called by evaluation instead of forward
         register_fsdp_forward_method(model, method)

@@ -134,9 +134,13 @@ class ContrastiveTask:
         return loss, leaves["logit_scale"].detach()
 
     def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
-        """Sets whether backward passes in this context average gradients over ranks."""
+        """Sets whether backward passes in this context average gradients over ranks.
+
+        If not, FSDP2 also keeps the parameters that it gathered for the next micro-batch.
+        """
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
+            self.model.set_reshard_after_backward(enabled)
         if enabled or not isinstance(self.parallel, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.parallel.no_sync()

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -43,7 +45,10 @@ from tests.train.crash import attempt
 
 
 def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
-    """Saves loss, logit scale and gradients of step 1 for each config."""
+    """Saves loss, logit scale and gradients of step 1 for each config.
+
+    With FSDP2, also the number of groups of parameters, and how many of them it gathers once.
+    """
 
     device = next(iter(configs.values()))["device"]
     world = DistributedRanks(device, 60) if size > 1 else Ranks()
@@ -54,11 +59,16 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         factor = 64.0 if "scaled" in name else 1.0
         scaler = FixedScaler(factor, built.device)
         batch = next(built.batches_from(1)).to(built.device)
-        loss, scale = built.task.backward(batch, scaler.scale)
+        gather = param_group.foreach_all_gather
+        with mock.patch.object(param_group, "foreach_all_gather", wraps=gather) as gathers:
+            loss, scale = built.task.backward(batch, scaler.scale)
+        firsts = Counter(call.args[0][0]._param_fqn for call in gathers.call_args_list)
+        groups = sum(isinstance(m, FSDPModule) for m in built.task.model.modules())
         named = built.task.model.named_parameters()
         saved = {n: whole(p.grad) / factor for n, p in named if p.requires_grad}
         saved |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
         saved |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
+        saved["groups"] = torch.tensor([groups, list(firsts.values()).count(1)])
         torch.save({n: t.cpu().clone() for n, t in saved.items()}, folder / f"{name}.{rank}.pt")
     world.close()
 
@@ -109,10 +119,12 @@ def replays(folder: Path, rank: int, size: int, *, raw: dict) -> None:
         return built.task.probe(batch), built.evaluation()(built.task.model)
 
     def change(built: building.Built) -> None:
-        for p in built.task.model.parameters():
+        for p in shards[built.task]:
             state.local(p.detach()).mul_(1.25)
 
     replayed, fresh = (building.build(config, open_data(config), world) for _ in range(2))
+    # after a forward pass, model.parameters() are what it has gathered
+    shards = {built.task: [*built.task.model.parameters()] for built in (replayed, fresh)}
     step = mock.MagicMock(task=replayed.task, frozen=torch.tensor(False))
     with mock.patch.object(torch, "cuda"):
         graphed = GraphedStep(step, mock.MagicMock())

@@ -48,7 +48,7 @@ def test_a_rank_encodes_its_share_as_often_as_the_others(results, kind):
 
 
 def test_after_replays_of_a_graph_an_evaluation_gathers_parameters_anew(ranks, make):
-    """FSDP2 keeps those of the root gathered after a forward pass without a backward pass."""
+    """FSDP2 keeps them gathered after a forward pass without a backward pass."""
     raw = make({"distributed.name": "fsdp2", "evaluation.name": "both"})
     folder = ranks("replays", 2, raw=raw)["folder"]
     for rank in range(2):

@@ -16,6 +16,7 @@ CASES = {
     "checkpointing": {"checkpointing": True},
     "fsdp2": {},
     "fsdp2 parts dropout": {"accumulate": 2, "model.patch_dropout": 0.5},
+    "fsdp2 checkpointing": {"checkpointing": True, "accumulate": 2},
     "int8": INT8,
     "fsdp2 int8": INT8,
     "locked": LOCKED,
@@ -29,6 +30,7 @@ REFERENCE = {  # case: the one whose gradients, of one process and in one piece,
     "locked": "locked", "locked parts": "locked", "fsdp2 locked": "locked",
     "fsdp2 locked parts": "fsdp2 locked parts",
     "fsdp2": "plain", "fsdp2 parts dropout": "dropout", "int8": "int8", "fsdp2 int8": "int8",
+    "fsdp2 checkpointing": "plain",
 }  # fmt: skip
 TRIALS = [(name, size) for name in CASES for size in (1, 2)]
 TRIALS += [(name, 4) for name in ("dropout", "fsdp2 parts dropout")]
@@ -61,6 +63,13 @@ def compute_all(ranks, make, folder):
 @pytest.mark.parametrize(("name", "size"), TRIALS)
 def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(saved, name, size):
     expected, result = saved[REFERENCE[name], 1], saved[name, size]
-    for key, value in expected.items():
+    for key in expected.keys() - {"groups"}:
+        value = expected[key]
         largest = max(float(value.abs().max()), 1e-3)
         torch.testing.assert_close(result[key], value, rtol=0, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize(("name", "size"), [t for t in TRIALS if "fsdp2" in t[0] and t[1] > 1])
+def test_fsdp2_gathers_all_parameters_but_those_of_the_root_once_per_step(saved, name, size):
+    groups, gathered_once = saved[name, size]["groups"].tolist()
+    assert groups == 5 and gathered_once == groups - 1
