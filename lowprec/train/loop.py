@@ -153,6 +153,7 @@ def _train(
             with stop.waiting(interruptible=world.size == 1):
                 batch = metrics.wait_for(batches)
         except StopWaiting:
+            world.heartbeat(step, "saving")
             ended = flush(step - 1) if len(metrics.buffer) else None
             if ended is None and step > first:
                 saver.save(step - 1, stop.number)

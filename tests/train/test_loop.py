@@ -16,7 +16,8 @@ from lowprec.diagnostics.blocks import BLOCK_STATISTICS
 from lowprec.optim.stable_adamw import STATISTICS
 from lowprec.runs.read import read_rows
 from lowprec.runs.tables import read_tensors
-from lowprec.train.checkpoint import list_checkpoints
+from lowprec.train.checkpoint import Saver, list_checkpoints
+from lowprec.train.distributed import Ranks
 from lowprec.train.signals import stop_request
 from tests.same import contents, differing
 
@@ -111,9 +112,13 @@ def test_stop_and_resume_is_bitwise(make_config, run_once, tmp_path, wholes, set
 
 
 @pytest.mark.parametrize("stall", [4, 6], ids=["after a save", "with unwritten steps"])
-def test_a_signal_ends_waiting_for_data_and_loses_no_step(make_config, run_once, tmp_path, stall):
-    config = make_config({"num_steps": 8})
+def test_a_signal_ends_waiting_for_data_and_loses_no_step(
+    make_config, run_once, tmp_path, monkeypatch, stall
+):
+    config, doing, save = make_config({"num_steps": 8}), [], Saver.save
     run_once(config, tmp_path / "whole")
+    monkeypatch.setattr(Ranks, "heartbeat", lambda self, step, what: doing.append(what))
+    monkeypatch.setattr(Saver, "save", lambda *a: doing.append(f"{doing[-1]}: save") or save(*a))
 
     def wait(built):
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -125,6 +130,7 @@ def test_a_signal_ends_waiting_for_data_and_loses_no_step(make_config, run_once,
         assert time.monotonic() - before < 20
     assert (ended.state, ended.step) == ("preempted", stall)
     assert list_checkpoints(tmp_path / "cut")[-1].name == f"step_{stall:09d}"
+    assert doing[-2:] == ["saving: save", "ending"]  # a watchdog knows that it may take long
     assert run_once(config, tmp_path / "cut")[0].state == "finished"
     assert not differing(contents(tmp_path / "whole"), contents(tmp_path / "cut"))
 
