@@ -234,6 +234,7 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
     with style():
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
+        panels.wrap_titles(canvas)
         words = figure.words(frame)
         title = figure.title(frame) or words[:1].upper() + words[1:].rstrip(",")
         panels.add_title(canvas, title, about["mark"])

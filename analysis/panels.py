@@ -33,6 +33,7 @@ CAP_AFTER = 0.1  # the loss axis ends at the largest loss after this share of th
 SHORT = 400  # or of a run with fewer steps at the largest loss
 IN_PRINT = f"after the first tenth (with fewer than {SHORT} steps, at any step)"
 MOST = 2  # but at most at this multiple of the first loss
+NARROW = 1.1  # ratio of the largest to the smallest value up to which no axis is logarithmic
 WIDE = 10  # ratio of the largest to the smallest value beyond which an axis is logarithmic
 
 
@@ -138,6 +139,21 @@ def number_axis(ax: Axes, values: pd.Series) -> None:
         ax.minorticks_off()
 
 
+def wrap_titles(canvas: Figure) -> None:
+    """Breaks the titles of panels where some would touch each other or the edge."""
+    canvas.draw_without_rendering()  # sets the widths of panels
+    titled = [ax for ax in canvas.axes if ax.get_title()]
+    boxes = [ax.title.get_window_extent() for ax in titled]
+    touching = any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    if not touching and all(box.x0 >= 0 and box.x1 <= canvas.bbox.x1 for box in boxes):
+        return
+    for ax, box in zip(titled, boxes, strict=True):
+        lines = ax.get_title().split("\n")
+        width = int(max(map(len, lines)) * min(1, ax.bbox.width / box.width))
+        broken = [textwrap.fill(line, width, break_on_hyphens=False) for line in lines]
+        ax.set_title("\n".join(broken))
+
+
 def name_lines(canvas: Figure, axes: list[Axes]) -> None:
     """Names lines at their right ends, in their colors, or else in a legend below.
 
@@ -239,7 +255,8 @@ def _name_ends(
     ends = sorted(ends, key=lambda end: end[1])
     sizes = np.array([line_height * len(text) for *_, text, _ in ends])
     below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps
-    heights = isotonic_regression([y for _, y, *_ in ends] - below).x + below
+    starts = isotonic_regression([y for _, y, *_ in ends] - below).x
+    heights = np.clip(starts, None, 1 - below[-1:].sum()) + below  # the highest is not above it
     for height, (*end, text, color) in zip(heights, ends, strict=True):
         beside = OffsetFrom(ax.transAxes, (1, height))
         join = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 1, "shrinkB": 1}
@@ -296,9 +313,9 @@ def _names(ax: Axes) -> list[str]:
 
 
 def is_log(values: pd.Series, log: bool | None) -> bool:
-    """Whether an axis is logarithmic; None: if its values differ by more than WIDE times."""
+    """Whether an axis is logarithmic, if its values differ by more than NARROW, or None: WIDE."""
     low, high = values[np.isfinite(values)].agg(["min", "max"])
-    return bool(0 < low < np.inf and (log or (log is None and high > WIDE * low)))
+    return bool(0 < low < np.inf and high > (NARROW if log else WIDE) * low and log is not False)
 
 
 def value_axis(ax: Axes, log: bool, name: str = "y") -> None:
@@ -307,6 +324,7 @@ def value_axis(ax: Axes, log: bool, name: str = "y") -> None:
         style.log_axis(ax, name)
     else:
         ax.margins(**{name: 0.1})
+        ax.ticklabel_format(axis=name, useOffset=False)
         if name == "x":
             ax.locator_params(axis="x", nbins=6, steps=[1, 2, 5, 10])
 

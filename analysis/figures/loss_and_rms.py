@@ -77,7 +77,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.locator_params(axis="x", nbins=5)
     handles = [*below.get_legend_handles_labels()[0], *ax.get_legend_handles_labels()[0]]
     place = {"loc": "upper left", "bbox_to_anchor": (0, -0.48), "borderaxespad": 0}
-    below.legend(handles=handles, handlelength=1, **place)
+    below.legend(handles=handles, handlelength=1, handletextpad=0.3, **place)
 
 
 def title(head: pd.Series) -> str:
