@@ -38,6 +38,17 @@ def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(naming.model(name), frame[frame["model"] == name]) for name in models]
 
 
+def comparing(*columns: str, value: str = "") -> Callable[[pd.DataFrame], bool]:
+    """A function: whether the runs of a frame can show how the values of some columns compare.
+
+    With `value`, their means must also differ by more than seeds do (`measures.differ`).
+    """
+    return lambda frame: (
+        measures.can_compare(frame, *columns)
+        and (not value or measures.differ(frame, *columns, value=value))
+    )
+
+
 def every(heads: pd.DataFrame) -> pd.DataFrame:
     """All rows."""
     return heads
@@ -61,6 +72,7 @@ class Figure:
         what: what the figure shows, the first words of the caption.
         text: its sentences after the runs.
         title: the finding in a sentence, computed from the frame, or "" for `words`.
+        shows: whether the runs of a frame can show such a finding; if not, the title is `words`.
     """
 
     studies: tuple[str, ...] = ()
@@ -70,6 +82,7 @@ class Figure:
     what: str = ""
     text: str = ""
     title: Callable[[pd.DataFrame], str] = lambda _: ""
+    shows: Callable[[pd.DataFrame], bool] = lambda _: True
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -109,6 +122,12 @@ class Figure:
     def words(self, frame: pd.DataFrame) -> str:
         """The first words of the caption."""
         return self.what
+
+    def heading(self, frame: pd.DataFrame) -> str:
+        """What stands above the figure: the finding, if the runs can show it, or else `words`."""
+        words = self.words(frame)
+        words = words[:1].upper() + words[1:].rstrip(",")
+        return (self.shows(frame) and self.title(frame)) or words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +198,9 @@ class Hue:
         texts = [self.name(head) for _, head in heads.iterrows()]
         if not self.is_method:
             return measures.with_setting(heads, texts)
+        if heads["optimizer"].groupby(texts).nunique().gt(1).any():
+            names = map(naming.optimizer_name, heads["optimizer"])
+            texts = [", ".join(pair) for pair in zip(texts, names, strict=True)]
         methods = map(naming.method, heads["precision"], heads["optimizer"])
         ends = map(str.removeprefix, heads["label"], methods)
         return [text + end for text, end in zip(texts, ends, strict=True)]
@@ -216,7 +238,9 @@ class Lines(Figure):
         own = [key for key in (self.facet, self.band) if key not in ("label", "model.name", "")]
         keys = tuple(dict.fromkeys([*own, *self.hue.keys]))
         heads, y = measures.named_heads(runs, keys), self.y.column
-        facets = heads[self.column] if self.column in heads else pd.Series("", heads.index)
+        facets = pd.Series("", heads.index)
+        if self.column in heads and self.facet != "label":
+            facets = heads[self.column]
         for _, part in heads.groupby(facets, dropna=False):
             heads.loc[part.index, "label"] = self.hue.labels(part)
         table = TABLES.get(self.facet, ())

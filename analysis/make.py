@@ -27,6 +27,7 @@ from analysis.cli import ChoiceError
 from analysis.figures import FIGURES
 from analysis.load import NoRunsError, NotMadeError, Runs, command, load_all
 from analysis.run_files import NO_TENSORS, as_path
+from analysis.spike_marks import protocol_of_run, why_unexamined
 from analysis.style import save, style
 from lowprec.config.schema import SCALES
 from lowprec.nearest import nearest, some
@@ -36,6 +37,7 @@ from lowprec.runs.read import ENDED
 from lowprec.waiting import doing
 
 OTHERS = "to draw runs of another experiment: --experiment NAME, or any"
+SPIKES = {"height", "rms_threshold"}  # columns of figures of loss spikes
 PACKAGES = ("lowprec", "matplotlib", "numpy", "pandas", "pyarrow")
 
 
@@ -194,7 +196,7 @@ def _of_runs(
         to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
     lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
-    mark = mark_of_runs(drawn, lost)
+    mark = mark_of_runs(drawn, lost, has_spikes=not SPIKES.isdisjoint(frame))
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
     for row in rows:
@@ -202,17 +204,24 @@ def _of_runs(
     return frame, {"mark": mark, "runs": rows, "left_out": left_out}, scales[0]
 
 
-def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0) -> str:
+def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0, has_spikes: bool = False) -> str:
     """What is incomplete or mixed in a figure, in words; "" if nothing is.
 
-    `drawn`: the drawn rows of `Runs.runs`; `num_lost` runs could not be drawn.
+    `drawn`: the drawn rows of `Runs.runs`; `num_lost` runs could not be drawn. `has_spikes`: the
+    figure shows loss spikes, which runs may be too short for.
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
+    short = [
+        why_unexamined(head["step"], protocol_of_run(head)) != ""
+        for head in drawn.to_dict("records")
+        if has_spikes
+    ]
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
         f"{data.nunique()} different data sets": data.nunique() > 1,
+        f"{sum(short)} of {len(drawn)} runs too short for loss spikes": sum(short),
     }
     return "; ".join(text for text, holds in texts.items() if holds)
 
@@ -235,9 +244,7 @@ def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
         canvas = Figure(layout="constrained")
         figure.draw(frame, canvas)
         panels.wrap_titles(canvas)
-        words = figure.words(frame)
-        title = figure.title(frame) or words[:1].upper() + words[1:].rstrip(",")
-        panels.add_title(canvas, title, about["mark"])
+        panels.add_title(canvas, figure.heading(frame), about["mark"])
         save(canvas, stem, frame)
     text = json.dumps(about, indent=2, allow_nan=False)
     durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())

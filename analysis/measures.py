@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+from scipy import stats
 
 from analysis import comparison, naming, paper
 from analysis.load import NoRunsError, Runs
+from lowprec.runs.read import ENDED
 
 ACCURACY = "zero_shot/top1"
 RECALL = ("retrieval/image_to_text_r1", "retrieval/text_to_image_r1")
@@ -33,6 +35,10 @@ RENAMED = {
     "scaler.name": "scaler",
     "model.vision_layers": "vision_layers",
 }
+COMPARED = (  # settings in which compared runs agree, but for those that are compared
+    *("data_digest", "batch_size", "num_steps", "model", "precision"),
+    *("intervention", "optimizer", "lr", "beta2", "beta2_decay"),
+)
 MOST_FINAL_STEPS = 40  # whose losses are averaged
 LABELED = ["method", "state", "num_steps", "reached", "recorded"]
 
@@ -164,6 +170,47 @@ def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
     """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
     narrow = comparison.narrow_products(heads)
     return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
+
+
+def repeated(frame: pd.DataFrame, *by: str) -> bool:
+    """Whether the runs of a frame have several seeds, at each value of some columns."""
+    groups = frame.groupby(list(by), dropna=False)["seed"] if by else frame["seed"]
+    return bool(np.min(groups.nunique()) > 1)
+
+
+def can_compare(frame: pd.DataFrame, *by: str) -> bool:
+    """Whether the runs of a frame can show how the values of some columns compare.
+
+    There are several values, each with runs of several seeds, all of which have ended, and the runs
+    agree in all other settings of COMPARED.
+    """
+    are_several = len(frame[list(by)].drop_duplicates()) > 1
+    has_ended = frame["state"].isin(ENDED).all()
+    return bool(are_several and has_ended and repeated(frame, *by) and alike(frame, *by))
+
+
+def differ(frame: pd.DataFrame, *by: str, value: str) -> bool:
+    """Whether the means of some groups differ by more than runs scatter: p < 5% by an F test.
+
+    The groups are those of the last column, tested within each value of the others.
+    """
+    *within, last = by
+    frame = frame.dropna(subset=value)
+    for _, part in frame.groupby(within) if within else [("", frame)]:
+        means, num = part.groupby(last)[value].transform("mean"), part[last].nunique()
+        degrees = (num - 1) / 2, (len(part) - num) / 2
+        if num < 2:
+            continue
+        is_flat = means.nunique() == 1
+        if is_flat or not stats.beta.sf(means.var() / part[value].var(), *degrees) < 0.05:
+            return False
+    return True
+
+
+def alike(frame: pd.DataFrame, *but: str) -> bool:
+    """Whether the runs of a frame agree in all settings of COMPARED but some."""
+    settings = frame[[key for key in COMPARED if key not in but]]
+    return bool((settings.nunique(dropna=False) == 1).all())
 
 
 def by_run(

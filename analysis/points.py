@@ -53,6 +53,12 @@ class OfRuns(Figure):
         ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
         return frame.loc[ranks.sort_values(kind="stable").index]
 
+    @staticmethod
+    def _lacks(frame: pd.DataFrame, axis: Axis) -> bool:
+        """Whether no run that an axis shows has its value or diverged."""
+        frame = axis.where(frame)
+        return frame[axis.column].isna().all() and (frame["state"] != "diverged").all()
+
     def _rank(self, hue: str) -> int:
         return self.order.index(hue) if hue in self.order else len(self.order)
 
@@ -90,12 +96,13 @@ class Points(OfRuns):
         """
         if all(x.names and len(x.names(frame)) == 1 for x in self.x):
             own = {key: getattr(self, key) for key in ("table", "hue", "look", "name", "hollow")}
-            Rows(values=self.y, **own).draw(frame, canvas)  # in the order of the table
+            # in the order of the table
+            Rows(values=self.y, blocks=self.facet, **own).draw(frame, canvas)
             return
         frame = self._sorted(frame)
         parts, labels = self.facet(frame), self._labels(frame)
         cells = [(title, part, *pair) for title, part in parts for pair in self._pairs(frame)]
-        if all(y.where(part[part[x.column].notna()]).empty for _, part, x, y in cells):
+        if all(self._lacks(part[part[x.column].notna()], y) for _, part, x, y in cells):
             raise NoRunsError(f"no run has what is drawn: {self.y[0].quantity(frame)}")
         axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
         for (title, part, x, y), ax in zip(cells, axes, strict=True):
@@ -160,9 +167,11 @@ class Points(OfRuns):
             ax.text(start + 0.08, 0.02, shade[1], zorder=4, **look)
 
     def words(self, frame: pd.DataFrame) -> str:
-        """`what`, or else the y axes."""
-        axes = dict.fromkeys(y.quantity(frame) for _, y in self._pairs(frame))
-        return self.what or naming.join(axes)
+        """`what`, if all panels are drawn, or else the y axes."""
+        pairs = self._pairs(frame)
+        if self.what and len(pairs) == len(self.x) * len(self.y):
+            return self.what
+        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in pairs))
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
@@ -199,7 +208,7 @@ class Rows(OfRuns):
         labels, shown = self._labels(frame), self._drawn(frame)
         is_shown = pd.concat([axis.where(frame) for axis in shown]).index
         facets = self.facet(frame[frame.index.isin(is_shown)]) if len(is_shown) else []
-        if not facets:
+        if not facets or all(self._lacks(frame, axis) for axis in shown):
             raise NoRunsError(f"no run has what is drawn: {shown[0].quantity(frame)}")
         parts = [(title, self._rows(part, labels)) for title, part in facets]
         num = len(parts) * len(shown)
@@ -215,7 +224,8 @@ class Rows(OfRuns):
 
     def plot(self, rows: list[tuple[str, pd.DataFrame]], ax: Axes, axis: Axis) -> None:
         """One panel: names of rows with their runs, and titles of blocks without runs."""
-        parts = [axis.where(part) if len(part) else part for _, part in rows]
+        shown = axis.where(pd.concat([part for _, part in rows])).index
+        parts = [part[part.index.isin(shown)] for _, part in rows]
         places = pd.concat([pd.Series(i, part.index) for i, part in enumerate(parts)])
         whole = pd.concat(parts)
         values = whole[axis.column].astype(float)

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from analysis import spike_marks, style
+from analysis import measures, spike_marks, style
 from analysis.cli import ChoiceError
 from analysis.grammar import Panels
 from analysis.load import NoRunsError, Runs
@@ -288,6 +288,7 @@ FIGURES = {
             partial(plot, column=2, name="spikes with a warning\nwithin the horizon before"),
         ),
         title=worth,
+        shows=lambda frame: measures.repeated(frame, "beta2"),
         what="warnings of loss spikes",
         text="A warning begins where a score reaches a threshold: RMS_t or rho of the patch "
         "embedding, the deviation of the gradient norm from its running mean in standard "

@@ -16,6 +16,7 @@ from analysis.figures.scores import (
     named_by_exception,
     scores,
 )
+from analysis.grammar import comparing
 from analysis.load import Runs
 from analysis.points import Rows
 from lowprec.nn.recipe import RECIPES, Operand
@@ -77,7 +78,7 @@ def lowest_format(frame: pd.DataFrame) -> str:
     """The title of `formats`: the recipe with the lowest mean R@1, and how many have fewer bits."""
     means = frame.groupby(["precision", "bits"])["recall"].mean().dropna()
     if means.empty:
-        return "Mean R@1 and validation loss by bits per operand"
+        return ""
     name, bits = means.idxmin()
     num = (means.index.get_level_values("bits") < bits).sum()
     others = f", below {comparison.counted(num, 'recipe')} with fewer bits" if num else ""
@@ -93,6 +94,7 @@ FIGURES = {
         blocks=most_first,
         name=name_with_bits,
         title=lowest_format,
+        shows=comparing("precision", value="recall"),
         text="Bits: the mean over the operands of a layer's three products, "
         "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
         "its format as the mean over its steps.",

@@ -16,6 +16,7 @@ from analysis.figures.recipes import (
     mean_change,
     mean_of_several,
     rate_and_format,
+    shows_rates_and_recipes,
 )
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.points import HEIGHT, REST, Rows
@@ -101,6 +102,7 @@ FIGURES = {
         order=MAIN,
         name=lambda head: RECIPES[head["recipe"]],
         title=rate_and_format,
+        shows=shows_rates_and_recipes,
         what="validation loss by learning rate, and loss and mean R@1 relative to bf16",
         text="Left: points are runs, lines join means. Right: relative to bf16 of the same seed, "
         "at the rate at which bf16 has its lowest loss; 90% intervals of three or more runs. Gray: "

@@ -13,7 +13,7 @@ from scipy import stats
 
 from analysis import comparison, measures, naming, paper, spike_marks, style
 from analysis.grammar import ANYTHING, Panels, by
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
 
 SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
@@ -33,9 +33,13 @@ def leads(runs: Runs) -> pd.DataFrame:
     The lead is that of `spike_marks.signed_leads`; that of spikes without an RMS spike near them is
     NaN. `num_large` counts spikes over `spike_marks.LARGE` nats. `by_chance` is the expected number
     if RMS spikes were shifted circularly along the run. Runs without RMS_t have no rows.
+    Raises NoRunsError without a loss spike.
     """
     columns = (*spike_marks.OF_A_RUN, "counted_from", "lead", *OF_A_LEAD)
-    return spike_marks.by_run(runs, columns, _leads)
+    frame = spike_marks.by_run(runs, columns, _leads)
+    if len(frame) and not frame["num_spikes"].any():
+        raise NoRunsError("no run has what is drawn: loss spikes")
+    return frame
 
 
 def _leads(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
@@ -154,9 +158,10 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 def most_followed(frame: pd.DataFrame) -> str:
-    """The title of `tensors_before_spikes`."""
+    """The title of `tensors_before_spikes`, of the tensors with more than by chance."""
     table = pooled(frame)
-    if not table["num_following"].any():
+    table = table[table["q"] < LEVEL]
+    if table.empty:
         return ""
     first = table.loc[table["num_following"].idxmax()]
     name = naming.tensor(first.name)
@@ -173,6 +178,7 @@ FIGURES = {
         plots=(plot_leads,),
         facet=by("counted_from", lambda _: ""),  # the axes name it
         title=shares_following,
+        shows=measures.repeated,
         what="loss spikes, by the steps from an RMS spike of the patch embedding,",
         text="The RMS spike is the latest at or before the loss spike, or else the next. Dark: "
         f"spikes over {spike_marks.LARGE:g} nat. Dotted: by chance, if RMS spikes were shifted "
@@ -185,6 +191,7 @@ FIGURES = {
         plots=(plot_tensors,),
         size=(2, 2.8),
         title=most_followed,
+        shows=measures.repeated,
         what="loss spikes after RMS spikes of each tensor",
         text="Counted from the onset of the loss spikes. Orange: tensors after whose RMS spikes "
         "more loss spikes follow than by chance, at a false discovery rate of "

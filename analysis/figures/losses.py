@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis import measures, naming, spike_marks, style
 from analysis.figures.scores import in_16_bits_beside
-from analysis.grammar import Hue, Lines, by
+from analysis.grammar import Hue, Lines, by, comparing
 
 PLAIN, CLIPPING = "no change", "gradient clipping"
 TENSORWISE = {"custom": ("tensor-wise FP4", "#2A1AE6")}  # of `fp8_fixes_mini`
@@ -75,10 +75,16 @@ def look_of_change(head: pd.Series) -> tuple:
 
 
 def by_narrow_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """One panel, whose title has the precision of the runs with changes."""
-    names = [label for label in frame["precision"].unique() if label != "bf16"]
-    names = naming.join(TENSORWISE.get(name, (naming.precision(name),))[0] for name in names)
-    return [(f"{names} and bf16", frame)]
+    """A panel for each precision, with bf16 beside others; one for bf16 if that has changes."""
+    is_bf16, is_changed = frame["precision"] == "bf16", frame["intervention"] != "none"
+    parts = []
+    for name, part in frame[~is_bf16].groupby("precision", sort=False):
+        title = TENSORWISE.get(name, (naming.precision(name),))[0]
+        own = frame[frame.index.isin(part.index) | (is_bf16 & ~is_changed)]
+        parts.append((title + " and bf16" * (len(own) > len(part)), own))
+    if not parts or (is_bf16 & is_changed).any():
+        parts.append(("bf16", frame[is_bf16]))
+    return parts
 
 
 def by_optimizer(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -110,18 +116,31 @@ def compare_ends(frame: pd.DataFrame) -> str:
 
 
 def best_change(frame: pd.DataFrame) -> str:
-    """The title of `fp8_fixes`: the change with the lowest loss at the end."""
-    ends = final_losses(frame, ["label"]).groupby(level=0, sort=False).mean()
-    ends.index = ends.index.str.split(r" \(|, ", regex=True).str[0]
-    if frame["model"].nunique() > 1 or not {"bf16", PLAIN} < {*ends.index}:
+    """The title of `fp8_fixes`: the change with the lowest loss at the end.
+
+    Empty if a run without a change ends lower than one of its runs, or a change has two optimizers.
+    """
+    frame = frame.assign(change=frame["label"].str.split(r" \(|, ", regex=True).str[0])
+    losses = final_losses(frame, ["change"])
+    changes, ends = losses.index.get_level_values(0), losses.groupby(level=0, sort=False).mean()
+    is_mixed = frame.groupby("change")["optimizer"].nunique().gt(1).any()
+    if is_mixed or frame["precision"].nunique() > 2 or not {"bf16", PLAIN} < {*ends.index}:
         return ""
     best = ends.drop("bf16").idxmin()
+    if best != PLAIN and losses[changes == best].max() > losses[changes == PLAIN].min():
+        return ""
     text = "No change helps" if best == PLAIN else f"{best} helps most"
     return f"{text}: loss {ends[best]:.1f} at the end, {ends['bf16']:.1f} in bf16"
 
 
 def alike_at_the_end(frame: pd.DataFrame) -> str:
-    """The title of `beta2_schedule`: the mean loss at the end, and the number of loss spikes."""
+    """The title of `beta2_schedule`: the mean loss at the end, and the number of loss spikes.
+
+    Empty without both a constant and a schedule, each with as many runs.
+    """
+    runs = frame.drop_duplicates("run")
+    if runs["beta2_decay"].isna().nunique() < 2 or runs["label"].value_counts().nunique() > 1:
+        return ""
     ends = final_losses(frame, ["label"]).groupby(level=0).mean()
     counts = naming.join(frame.groupby("label", sort=False)["height"].count())
     return (
@@ -131,9 +150,16 @@ def alike_at_the_end(frame: pd.DataFrame) -> str:
 
 
 def more_spikes(setting: str, words: str, frame: pd.DataFrame) -> str:
-    """The title of a sweep: how the number of large spikes grows with a setting, or in each."""
+    """The title of a sweep: how the number of large spikes grows with a setting, or in each.
+
+    Empty if the values have unequal numbers of runs, or none has a large spike.
+    """
     groups = frame.groupby(measures.RENAMED.get(setting, setting), sort=False)
+    if groups["run"].nunique().nunique() > 1:
+        return ""
     large = groups["height"].agg(lambda heights: (heights > spike_marks.LARGE).sum())
+    if not large.any():
+        return ""
     is_more = (large.diff().dropna() > 0).all() and setting != "precision.label" and len(large) > 1
     words = words.format(naming.join(naming.setting(setting, value) for value in large.index))
     return f"{'More l' if is_more else 'L'}oss spikes over 1 nat {words}: {naming.join(large)}"
@@ -165,6 +191,7 @@ FIGURES = {
         split=by_optimizer,
         smooth=True,
         title=compare_ends,
+        shows=comparing("model", "optimizer", "precision"),
         text="After figure 2, arXiv:2304.13013.",
     ),
     "fp8_fixes": Lines(
@@ -175,9 +202,10 @@ FIGURES = {
         split=by_narrow_format,
         smooth=True,
         title=best_change,
-        text="After figure 5 (left), arXiv:2304.13013. All runs but those in 16 bits have one "
-        "scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 (FP4), "
-        "and one change. The paper's ViT-L/14: zero-init layer-scale trains as bf16 does; gradient "
+        shows=comparing("precision", "intervention", "optimizer", "optimizer.clip_norm"),
+        text="After figure 5 (left), arXiv:2304.13013. The study's runs that are not in 16 bits "
+        "have one scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 "
+        "(FP4). The paper's ViT-L/14, in fp8: zero-init layer-scale trains as bf16 does; gradient "
         "clipping and KQ layer norm do not help.",
     ),
     "beta2_schedule": Lines(
@@ -186,6 +214,7 @@ FIGURES = {
         facet="label",
         spikes=True,
         title=alike_at_the_end,
+        shows=comparing("beta2", "beta2_decay"),
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
         "t.",
     ),
@@ -198,6 +227,7 @@ FIGURES = {
             facet=key,
             spikes=True,
             title=partial(more_spikes, key, words),
+            shows=comparing(measures.RENAMED.get(key, key)),
             text=f"After {after}, arXiv:2304.13013.",
         )
         for name, (key, after, words) in SWEEPS.items()

@@ -149,8 +149,9 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 def undecided(frame: pd.DataFrame) -> str:
-    """The title of `branches`, if all recipes are undecided."""
-    if {*frame["outcome"]} - {""} != {UNDECIDED}:
+    """The title of `branches`, if all recipes are undecided and begin from both states."""
+    states = frame.groupby("recipe")["after"].nunique()
+    if {*frame["outcome"]} - {""} != {UNDECIDED} or (states != STATES).any():
         return ""
     return "From both states, no recipe is shown to differ from bf16 or to equal it"
 

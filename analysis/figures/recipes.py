@@ -8,7 +8,7 @@ import pandas as pd
 from analysis import comparison, measures, naming
 from analysis.evidence import TWO_ONE_SIDED, Sample
 from analysis.figures.scores import largest_features, rates, scores, weight_gradient
-from analysis.grammar import Axis, by_model
+from analysis.grammar import Axis, by_model, comparing
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
 from analysis.size_judges import MARGIN, TRAINS, percent
@@ -93,11 +93,7 @@ def degraded(frame: pd.DataFrame) -> tuple[float, str] | None:
 
 def best_rate(frame: pd.DataFrame) -> str:
     """The title of `rate_map`."""
-    if frame["model"].nunique() > 1 or in_bf16(frame).empty:
-        return ""
     losses = in_bf16(frame).groupby("lr")["validation_loss"].mean()
-    if losses.isna().all():
-        return ""
     text = f"bf16 ends lowest at {naming.number(losses.idxmin())}"
     if found := degraded(frame):
         rate = naming.number(found[0])
@@ -195,21 +191,39 @@ def against_bf16(frame: pd.DataFrame) -> str:
     return largest_features(ratios, is_int8)
 
 
+def shows_rates(frame: pd.DataFrame) -> bool:
+    """Whether the runs can show the best rate of bf16: there are several, and seeds at the best."""
+    own = in_bf16(frame)
+    losses = own.groupby("lr")["validation_loss"].mean().dropna()
+    if len(losses) < 2 or not measures.alike(frame, "lr", "precision"):
+        return False
+    return measures.repeated(own[own["lr"] == losses.idxmin()])
+
+
 def rate_and_format(frame: pd.DataFrame) -> str:
     """The title of `headline`: the largest model's loss by rate and, at the best, by recipe."""
     title, part = by_model(frame)[-1]
     losses = in_bf16(part).groupby("lr")["validation_loss"].mean()
     own = part[part["counts"]]
-    costs = own.groupby("recipe")["loss_change"].mean()
+    costs = beside_bf16(own).groupby("recipe")["loss_change"].mean()
     best, worst = own["lr"].max(), losses.idxmax()
     if not losses[worst] / losses[best] > 1 + costs.max() / 100 > 1:
         return ""
     return (
-        f"In bf16, {title}'s loss is {losses[worst] / losses[best]:.0f} times as high at "
+        f"In bf16, {title}'s loss is {losses[worst] / losses[best]:.2g} times as high at "
         f"{naming.number(worst)} as at {naming.number(best)}, where "
-        f"{naming.precision(costs.idxmax())}, the costliest recipe, ends {costs.max():.1f}% above "
-        "bf16"
+        f"{naming.precision(costs.idxmax())}{', the costliest recipe,' * (len(costs) > 1)} ends "
+        f"{costs.max():.1f}% above bf16"
     )
+
+
+def shows_rates_and_recipes(frame: pd.DataFrame) -> bool:
+    """Whether the largest model has seeds of all recipes, and of bf16 at both rates."""
+    _, part = by_model(frame)[-1]
+    own, in_16_bits = part[part["counts"]], in_bf16(part)
+    worst = in_16_bits.groupby("lr")["validation_loss"].mean().idxmax()
+    rates = in_16_bits[in_16_bits["lr"].isin([own["lr"].max(), worst])]
+    return measures.can_compare(own, "precision") and measures.can_compare(rates, "lr")
 
 
 LOSS_CHANGE = Axis(column="loss_change", label="validation loss relative to bf16 (%)",
@@ -228,6 +242,7 @@ FIGURES = {
         order=tuple(sorted(naming.PRECISIONS, key=lambda name: weight_gradient(name) == "int8")),
         name=lambda head: naming.precision(head["recipe"]),
         title=against_bf16,
+        shows=comparing("model", "precision", "recipe"),
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
         f"gray: {MARGIN:g}%, the margin of equality. Features: of the last vision block.",
     ),
@@ -248,6 +263,7 @@ FIGURES = {
         facet=by_model,
         shade=degraded,
         title=best_rate,
+        shows=shows_rates,
         text="Right: relative to the bf16 run of the same rate and seed (bf16: to its mean), at "
         f"the rates that are not shaded left; gray: {MARGIN:g}%, the margin of equality.",
     ),

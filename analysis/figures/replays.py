@@ -128,10 +128,15 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
 
 
 def still_removed(frame: pd.DataFrame) -> str:
-    """The title of `point_of_no_return`: the lasting changes that remove all spikes at the end."""
-    share = shares(frame)["share"].unstack()
-    last = share.columns.min()
-    names = [name for name in share.index[share[last] == 1] if not re.match(SHORT, name)]
+    """The title of `point_of_no_return`: the lasting changes that remove all spikes at the end.
+
+    Those that were tried on one spike alone do not count.
+    """
+    table = shares(frame).reset_index("change")
+    last = table.index.min()
+    at_end = table.loc[[last]]
+    removing = at_end.loc[(at_end["share"] == 1) & (at_end["num"] > 1), "change"]
+    names = [name for name in removing if not re.match(SHORT, name)]
     names = naming.join(in_words(name, frame["lr"].iloc[0]) for name in names)
     when = f"Even {counted(last, 'step')} before the onset"
     return f"{when}, all loss spikes are removed by {names}" if names else ""

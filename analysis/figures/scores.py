@@ -10,7 +10,7 @@ from scipy import stats
 
 from analysis import comparison, measures, naming, spike_marks, style
 from analysis.evidence import LEVEL, Sample
-from analysis.grammar import ANYTHING, Axis, by_model
+from analysis.grammar import ANYTHING, Axis, by_model, comparing
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
 from lowprec.nn.recipe import PRODUCTS, RECIPES
@@ -97,10 +97,13 @@ def arms_of_rounding(runs: Runs) -> pd.DataFrame:
 
     A run of another study with this study's recipe and seed has a row in two arms. Scores of other
     recipes are moved by a constant for each, so that its mean is that of the seeds of this recipe.
+    Raises NoRunsError without runs of this study.
     """
     heads = measures.with_scores(runs, measures.named_heads(runs))
     heads = heads[heads[list(MEASURES)].notna().any(axis=1)]
     own, later = (heads["experiment"] == name for name in ("rounding", "equality"))
+    if not own.any():
+        raise NoRunsError(f"{runs.root}: no run of experiment=rounding has a score")
     is_its = heads["precision"].isin(heads.loc[own, "precision"])
     same = own | (is_its & ~later & heads["seed"].isin(heads.loc[own, "seed"]))
     seeds, others = heads[~own & ~later & is_its], heads[~is_its].copy()
@@ -163,8 +166,9 @@ def lowest_recipe(frame: pd.DataFrame) -> str:
 
 def costliest_product(frame: pd.DataFrame) -> str:
     """The title of `one_product`."""
-    means = frame[frame["product"] != ""].groupby(["format", "product"])["recall"].mean()
-    lowest = means.unstack().idxmin(axis=1).unique()
+    means = frame[frame["product"] != ""].groupby(["format", "product"])["recall"].mean().unstack()
+    is_whole = set(means) == set(PRODUCTS) and means.notna().all(axis=None)
+    lowest = means.idxmin(axis=1).unique() if is_whole else []
     if len(lowest) != 1:
         return ""
     return f"Of a layer's products, few bits cost most in the {PRODUCTS_IN_PRINT[lowest[0]]}"
@@ -173,7 +177,8 @@ def costliest_product(frame: pd.DataFrame) -> str:
 def at_highest_rate(frame: pd.DataFrame) -> str:
     """The title of `interventions`: mean R@1 of each change at the largest rate that all have."""
     means = frame.groupby(["lr", "intervention"])["recall"].mean().unstack().dropna()
-    if means.empty or frame["model"].nunique() > 1:
+    at = frame["lr"] == means.index.max()
+    if not measures.can_compare(frame[at], "intervention"):
         return ""
     best = means.iloc[-1].sort_values(ascending=False)
     parts = [f"{value:.0f}% with {naming.INTERVENTIONS[name][0]}" for name, value in best.items()]
@@ -212,6 +217,14 @@ def by_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 def rates(frame: pd.DataFrame) -> dict[float, str]:
     """The learning rates, with their names."""
     return {lr: naming.number(lr) for lr in sorted(set(frame["lr"]))}
+
+
+def by_model_and_precision(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """A panel for each model, whose title names the precision."""
+    return [
+        (f"{title}, {naming.join(map(naming.precision, part['precision'].unique()))}", part)
+        for title, part in by_model(frame)
+    ]
 
 
 def recall_and_size(runs: Runs) -> pd.DataFrame:
@@ -282,6 +295,7 @@ FIGURES = {
         name=named_by_exception,
         size=1.4,
         title=lowest_recipe,
+        shows=comparing("model", "precision", value="accuracy"),
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -305,6 +319,7 @@ FIGURES = {
         look=lambda head: (style.color(head["product"] or "bf16", ""), "-"),
         facet=by_format,
         title=costliest_product,
+        shows=comparing("precision", "product", "format"),
         text="The operands of one product of each layer have the format of the panel, and its "
         "other products run in 16 bits.",
     ),
@@ -330,7 +345,7 @@ FIGURES = {
     "interventions": Points(
         studies=("interventions", "lr_map", "weight_gradient", "equality"),
         same_but=("optimizer.lr",),
-        where=in_16_bits_beside("interventions"),
+        where=lambda heads: heads[heads["precision.recipe"] == "high"],
         table=recall_and_size,
         x=(Axis(column="lr", label="peak learning rate", names=rates),),
         y=(
@@ -342,9 +357,9 @@ FIGURES = {
         order=tuple(reversed(naming.INTERVENTIONS)),
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
-        facet=lambda frame: [(f"{name}, bf16", part) for name, part in by_model(frame)],
+        facet=by_model_and_precision,
         title=at_highest_rate,
-        text="Both at the end of training in 16 bits.",
+        text="At the end of training in 16 bits.",
     ),
     "attention_logits": Points(
         studies=("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch", "optimizers",
@@ -360,6 +375,7 @@ FIGURES = {
         ),
         look=look_of_change,
         title=falling,
+        shows=comparing("model", "lr", "batch_size", "intervention"),
         what=f"{RECALL} by the largest attention logit,",
         text=f"Where a name does not say: {', '.join(USUAL)}.",
         means=False,

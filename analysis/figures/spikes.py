@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.evidence import Sample
 from analysis.figures.scores import values_of
-from analysis.grammar import Axis, Panels, by
+from analysis.grammar import Axis, Panels, by, comparing
 from analysis.load import Runs
 from analysis.points import Points, Rows
 
@@ -59,11 +59,13 @@ def compare_optimizers(frame: pd.DataFrame) -> str:
     heights = own.groupby("optimizer")["height"].median().fillna(0)
     if "adamw" not in recall:
         return ""
-    best = recall.idxmax()
-    if len(num) == 1:
+    others = recall.drop("adamw")
+    best = others.idxmax()
+    if len(num) == 1 and others[best] > recall["adamw"]:
         name = naming.optimizer_name(best)
         return f"{name} ends highest: {recall[best]:.0f}% mean R@1, AdamW {recall['adamw']:.0f}%"
-    if heights.idxmax() != "adamw" or recall.idxmin() != "adamw":
+    is_worst = heights["adamw"] > heights.drop("adamw").max() and recall["adamw"] < others.min()
+    if len(num) == 1 or not is_worst:
         return ""
     return (
         f"At beta2 {own['beta2'].iloc[0]:g}, AdamW has the highest loss spikes and the lowest R@1: "
@@ -93,7 +95,7 @@ def highest(runs: Runs) -> pd.DataFrame:
 def with_kq_norm(frame: pd.DataFrame) -> str:
     """The title of `kq_norm`: at which beta2 it changes the highest spike, by pairs of seeds."""
     pairs = frame.pivot_table("highest", ["beta2", "seed"], "intervention").dropna()
-    if not {"none", "kq_norm"} <= {*pairs}:
+    if not {"none", "kq_norm"} <= {*pairs} or not frame["highest"].any():
         return ""
     by_beta2 = (pairs["kq_norm"] - pairs["none"]).groupby(level="beta2")
     samples = {beta2: Sample.of(change) for beta2, change in by_beta2}
@@ -194,6 +196,7 @@ FIGURES = {
         name=lambda head: naming.optimizer_name(head["optimizer"]),
         hollow=(lambda frame: frame["after_reset"], "right after a reset"),
         title=compare_optimizers,
+        shows=comparing("beta2", "optimizer", value="recall"),
         what="height of loss spikes and mean R@1",
         text="Left: height of each loss spike, its largest loss minus the median loss of the "
         f"window before it; bars: medians; a triangle: less than {LEAST:g}. Right: mean R@1 of "
@@ -212,6 +215,7 @@ FIGURES = {
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
         title=with_kq_norm,
+        shows=comparing("intervention", "beta2"),
         text="0 without a spike.",
     ),
     "loss_scaler": Panels(
@@ -220,6 +224,7 @@ FIGURES = {
         table=around_highest,
         plots=(plot_around,),
         title=compare_scalers,
+        shows=comparing("scaler"),
         facet=by("scaler", lambda _: ""),  # the title names it
         what=f"{AROUND} steps on either side of the highest loss spike",
         text="A line and a row of ticks in one tone for each run. Ticks: steps in which the "

@@ -227,6 +227,7 @@ def test_a_title_states_a_finding_only_if_the_runs_have_it(slug, values, finding
     frame = pd.DataFrame({"model": "mini_l", "precision": ["bf16", "llm_int8", "switchback"]})
     frame = frame.assign(accuracy=values, metric="mean R@1", height=values, lr=[1e-3, 2e-3, 4e-3])
     frame = frame.assign(label=frame["precision"], run=frame["precision"], loss=values)
+    frame["beta2_decay"] = [np.nan, 0.5, 0.65]
     if slug == "spike_heights":
         frame = frame.assign(optimizer=["adamw", "muon", "adamw"], beta2=[0.99, 0.99, 0.9])
         frame["recall"] = [3, 30, 60]
