@@ -180,6 +180,8 @@ def test_steps_survive_compaction_and_a_figure_shows_each_replay(run, tmp_path):
     title = "From both states, no recipe is shown to differ from bf16 or to equal it"
     assert branches.title(frame.assign(outcome="undecided")) == title
     assert branches.title(frame) == ""  # some differ
+    one_state = frame[frame["after"] == frame["after"].min()]
+    assert branches.title(one_state.assign(outcome="undecided")) == ""
     shown = sorted(len(at) for at in points(ax, "o") if at)
     assert shown == [1] * 6 + [5] * 2 and not points(ax, "X")
 

@@ -65,6 +65,8 @@ def test_shares_are_over_spikes_and_perturbations_count_by_spike(runs):
     title = "Even 4 steps before the onset, all loss spikes are removed by beta2 0.5"
     assert point_of_no_return.title(frame[frame["lead"] == 4]) == title
     assert point_of_no_return.title(frame) == ""
+    one = frame[(frame["lead"] == 4) & (frame["run"] == frame["run"].iloc[0])]
+    assert point_of_no_return.title(one) == ""
     [ax] = drawn(point_of_no_return, frame)
     cells = ["2 of 2", "1 of 2", "1 of 2", "1 of 2", "17%", "17%"]  # from the earliest
     assert [text.get_text() for text in ax.texts] == cells

@@ -183,3 +183,30 @@ def test_a_figure_without_anything_to_show_is_not_drawn(make_run, query, slug):
     make_run(num_steps=20, experiment=None, state="failed", columns=scores)
     with pytest.raises(NoRunsError, match="no run "):
         drawn(FIGURES[slug], query(FIGURES[slug]))
+
+
+def test_a_tensor_is_named_first_only_if_more_spikes_follow_than_by_chance():
+    frame = pd.DataFrame({"run": ["a", "b"], "tensor": TENSORS[0], "num_loss_spikes": 20})
+    frame = frame.assign(num_rms_spikes=9, num_first=3, num_following=15)
+    title = FIGURES["tensors_before_spikes"].title
+    first = "Patch embedding first: 30 of 40 loss spikes follow one of its RMS spikes"
+    assert title(frame.assign(expected=2)) == first
+    assert title(frame.assign(expected=14)) == ""
+
+
+@pytest.mark.parametrize(("costly", "few"), [("llm_int8", False), ("switchback", True)])
+def test_the_headline_names_the_costliest_of_several_recipes(costly, few):
+    rates = {"model": "vit_h14", "lr": [1e-3, 1e-3, 2e-3, 2e-3], "seed": [0, 1, 0, 1]}
+    bf16 = pd.DataFrame(rates | {"precision": "bf16", "loss_change": 0.0})
+    bf16["validation_loss"] = [1, 1, 1.2, 1.2]
+    others = [bf16[:2].assign(precision=costly, loss_change=4.4)]
+    others += [] if few else [bf16[:2].assign(precision="switchback", loss_change=1.0)]
+    frame = pd.concat([bf16, *others], ignore_index=True)
+    frame = frame.assign(recipe=frame["precision"], counts=frame["lr"] == 1e-3, recall_change=0)
+    settings = {key: 0 for key in measures.COMPARED if key not in frame} | {"state": "finished"}
+    frame, headline = frame.assign(**settings), FIGURES["headline"]
+    title = headline.heading(frame)
+    assert "is 1.2 times as high at 2e-3 as at 1e-3" in title
+    assert ("the costliest recipe" in title) == (not few)
+    for lacking in (frame[frame["seed"] == 0], frame[(frame["lr"] == 1e-3) | (frame["seed"] == 0)]):
+        assert headline.heading(lacking).startswith("Validation loss relative to bf16")
