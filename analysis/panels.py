@@ -24,6 +24,7 @@ SIDES = {
     (0, 1): ("center", "bottom"),
     (0, -1): ("center", "top"),
 }  # of a name beside a point
+HIGHEST = 1.1  # of a panel: the middle of the highest of these names
 LINE = 0.115  # inches, the height of a line of these names
 GAP = 0.03  # inches: labels of an axis that are closer are turned
 TITLE_CHARACTERS, LINE_OF_TITLE = 14, 0.16  # for each inch of a figure's title; inches
@@ -141,8 +142,10 @@ def number_axis(ax: Axes, values: pd.Series) -> None:
 
 def wrap_titles(canvas: Figure) -> None:
     """Breaks the titles of panels where some would touch each other or the edge."""
-    canvas.draw_without_rendering()  # sets the widths of panels
     titled = [ax for ax in canvas.axes if ax.get_title()]
+    if not titled:
+        return
+    canvas.draw_without_rendering()  # sets the widths of panels
     boxes = [ax.title.get_window_extent() for ax in titled]
     touching = any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
     if not touching and all(box.x0 >= 0 and box.x1 <= canvas.bbox.x1 for box in boxes):
@@ -256,7 +259,7 @@ def _name_ends(
     sizes = np.array([line_height * len(text) for *_, text, _ in ends])
     below = np.cumsum(sizes) - sizes / 2  # the middles of names without gaps
     starts = isotonic_regression([y for _, y, *_ in ends] - below).x
-    heights = np.clip(starts, None, 1 - below[-1:].sum()) + below  # the highest is not above it
+    heights = np.clip(starts, None, HIGHEST - below[-1:].sum()) + below
     for height, (*end, text, color) in zip(heights, ends, strict=True):
         beside = OffsetFrom(ax.transAxes, (1, height))
         join = {"arrowstyle": "-", "color": color, "lw": 0.6, "shrinkA": 1, "shrinkB": 1}
