@@ -117,6 +117,8 @@ class ContrastiveTask:
         for micro_batch, state in zip(micro_batches, states, strict=True):
             is_last, end = micro_batch is micro_batches[-1], begin + len(micro_batch.tokens)
             _set_random_state(state, device)
+            if isinstance(self.model, FSDPModule):  # keeps what it gathered for the next one
+                self.model.set_reshard_after_backward(is_last)
             with self.synchronizing(is_last):
                 with self.autocast(batch):
                     features = self.features(micro_batch, self.parallel)
@@ -134,13 +136,9 @@ class ContrastiveTask:
         return loss, leaves["logit_scale"].detach()
 
     def synchronizing(self, enabled: bool) -> contextlib.AbstractContextManager:
-        """Sets whether backward passes in this context average gradients over ranks.
-
-        If not, FSDP2 also keeps the parameters that it gathered for the next micro-batch.
-        """
+        """Sets whether backward passes in this context average gradients over ranks."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(enabled)
-            self.model.set_reshard_after_backward(enabled)
         if enabled or not isinstance(self.parallel, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.parallel.no_sync()

@@ -47,7 +47,8 @@ from tests.train.crash import attempt
 def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -> None:
     """Saves loss, logit scale and gradients of step 1 for each config.
 
-    With FSDP2, also the number of groups of parameters, and how many of them it gathers once.
+    With FSDP2, also the numbers of groups of parameters, of those that it gathers once, and of
+    parameters that are whole after a backward pass without averaging.
     """
 
     device = next(iter(configs.values()))["device"]
@@ -66,9 +67,12 @@ def gradients(folder: Path, rank: int, size: int, *, configs: dict[str, dict]) -
         groups = sum(isinstance(m, FSDPModule) for m in built.task.model.modules())
         named = built.task.model.named_parameters()
         saved = {n: whole(p.grad) / factor for n, p in named if p.requires_grad}
-        saved |= {n: b for n, b in built.task.model.named_buffers() if "running" in n}
+        saved |= {n: b.clone() for n, b in built.task.model.named_buffers() if "running" in n}
         saved |= {"loss": loss, "scale": scale, "next draw": torch.rand(3)}
-        saved["groups"] = torch.tensor([groups, list(firsts.values()).count(1)])
+        with built.task.synchronizing(False):  # as `benchmarks scale` does
+            built.task.backward(batch, scaler.scale)
+        num_whole = sum(not isinstance(p, DTensor) for p in built.task.model.parameters())
+        saved["groups"] = torch.tensor([groups, list(firsts.values()).count(1), num_whole])
         torch.save({n: t.cpu().clone() for n, t in saved.items()}, folder / f"{name}.{rank}.pt")
     world.close()
 

@@ -71,5 +71,6 @@ def test_loss_and_gradients_are_those_of_one_process_with_the_whole_batch(saved,
 
 @pytest.mark.parametrize(("name", "size"), [t for t in TRIALS if "fsdp2" in t[0] and t[1] > 1])
 def test_fsdp2_gathers_all_parameters_but_those_of_the_root_once_per_step(saved, name, size):
-    groups, gathered_once = saved[name, size]["groups"].tolist()
+    groups, gathered_once, num_whole = saved[name, size]["groups"].tolist()
     assert groups == 5 and gathered_once == groups - 1
+    assert num_whole == 1  # the logit scale, which is not sharded
