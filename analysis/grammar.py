@@ -38,17 +38,6 @@ def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(naming.model(name), frame[frame["model"] == name]) for name in models]
 
 
-def comparing(*columns: str, value: str = "") -> Callable[[pd.DataFrame], bool]:
-    """A function: whether the runs of a frame can show how the values of some columns compare.
-
-    With `value`, their means must also differ by more than seeds do (`measures.differ`).
-    """
-    return lambda frame: (
-        measures.can_compare(frame, *columns)
-        and (not value or measures.differ(frame, *columns, value=value))
-    )
-
-
 def every(heads: pd.DataFrame) -> pd.DataFrame:
     """All rows."""
     return heads

@@ -189,6 +189,16 @@ def can_compare(frame: pd.DataFrame, *by: str) -> bool:
     return bool(are_several and has_ended and repeated(frame, *by) and alike(frame, *by))
 
 
+def comparing(*columns: str, value: str = "") -> Callable[[pd.DataFrame], bool]:
+    """A function: whether the runs of a frame can show how the values of some columns compare.
+
+    With `value`, their means must also differ by more than seeds do (`differ`).
+    """
+    return lambda frame: (
+        can_compare(frame, *columns) and (not value or differ(frame, *columns, value=value))
+    )
+
+
 def differ(frame: pd.DataFrame, *by: str, value: str) -> bool:
     """Whether the means of some groups differ by more than runs scatter: p < 5% by an F test.
 

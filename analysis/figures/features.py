@@ -7,7 +7,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from analysis import comparison, measures, naming, panels, paper, run_files, style
 from analysis.figures.scores import largest_features, weight_gradient
-from analysis.grammar import ANYTHING, Axis, Panels, by, by_model, comparing
+from analysis.grammar import ANYTHING, Axis, Panels, by, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Rows
 from analysis.run_files import as_path
@@ -265,7 +265,7 @@ FIGURES = {
         plots=(plot_magnitudes,),
         facet=by_model,
         title=ends_of_features,
-        shows=comparing("intervention"),
+        shows=measures.comparing("intervention"),
         what="mean magnitude of the output of each block of the vision tower",
         text="Dotted: the first record; solid: the last. After figure 5 (right), arXiv:2304.13013, "
         "which begins at initialization.",
@@ -300,7 +300,7 @@ FIGURES = {
         facet=by_label,
         size=(1, 2.0),
         title=ratios_of_ends,
-        shows=comparing("model", "intervention"),
+        shows=measures.comparing("model", "intervention"),
         what="gradient of the MLP's output layer (mlp.c_proj.weight) of blocks of the vision tower",
         text="After the appendix of arXiv:2304.13013, which shows the mean in place of the norm. "
         f"Lines: centered box average over at most {style.SMOOTHING} records of a run, edges cut; "

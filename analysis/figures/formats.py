@@ -16,7 +16,6 @@ from analysis.figures.scores import (
     named_by_exception,
     scores,
 )
-from analysis.grammar import comparing
 from analysis.load import Runs
 from analysis.points import Rows
 from lowprec.nn.recipe import RECIPES, Operand
@@ -94,7 +93,7 @@ FIGURES = {
         blocks=most_first,
         name=name_with_bits,
         title=lowest_format,
-        shows=comparing("precision", value="recall"),
+        shows=measures.comparing("precision", value="recall"),
         text="Bits: the mean over the operands of a layer's three products, "
         "with the scales of tiles; a product left in 16 bits counts as 16, and a run that changes "
         "its format as the mean over its steps.",

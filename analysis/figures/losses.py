@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis import measures, naming, spike_marks, style
 from analysis.figures.scores import in_16_bits_beside
-from analysis.grammar import Hue, Lines, by, comparing
+from analysis.grammar import Hue, Lines, by
 
 PLAIN, CLIPPING = "no change", "gradient clipping"
 TENSORWISE = {"custom": ("tensor-wise FP4", "#2A1AE6")}  # of `fp8_fixes_mini`
@@ -191,7 +191,7 @@ FIGURES = {
         split=by_optimizer,
         smooth=True,
         title=compare_ends,
-        shows=comparing("model", "optimizer", "precision"),
+        shows=measures.comparing("model", "optimizer", "precision"),
         text="After figure 2, arXiv:2304.13013.",
     ),
     "fp8_fixes": Lines(
@@ -202,7 +202,7 @@ FIGURES = {
         split=by_narrow_format,
         smooth=True,
         title=best_change,
-        shows=comparing("precision", "intervention", "optimizer", "optimizer.clip_norm"),
+        shows=measures.comparing("precision", "intervention", "optimizer", "optimizer.clip_norm"),
         text="After figure 5 (left), arXiv:2304.13013. The study's runs that are not in 16 bits "
         "have one scale per tensor in all three products, in fp8 or, in `fp8_fixes_mini`, in e2m1 "
         "(FP4). The paper's ViT-L/14, in fp8: zero-init layer-scale trains as bf16 does; gradient "
@@ -214,7 +214,7 @@ FIGURES = {
         facet="label",
         spikes=True,
         title=alike_at_the_end,
-        shows=comparing("beta2", "beta2_decay"),
+        shows=measures.comparing("beta2", "beta2_decay"),
         text="After the study of beta2 schedules, arXiv:2304.13013: beta2 = 1 - t^-lambda at step "
         "t.",
     ),
@@ -227,7 +227,7 @@ FIGURES = {
             facet=key,
             spikes=True,
             title=partial(more_spikes, key, words),
-            shows=comparing(measures.RENAMED.get(key, key)),
+            shows=measures.comparing(measures.RENAMED.get(key, key)),
             text=f"After {after}, arXiv:2304.13013.",
         )
         for name, (key, after, words) in SWEEPS.items()

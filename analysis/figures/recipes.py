@@ -8,7 +8,7 @@ import pandas as pd
 from analysis import comparison, measures, naming
 from analysis.evidence import TWO_ONE_SIDED, Sample
 from analysis.figures.scores import largest_features, rates, scores, weight_gradient
-from analysis.grammar import Axis, by_model, comparing
+from analysis.grammar import Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
 from analysis.size_judges import MARGIN, TRAINS, percent
@@ -242,7 +242,7 @@ FIGURES = {
         order=tuple(sorted(naming.PRECISIONS, key=lambda name: weight_gradient(name) == "int8")),
         name=lambda head: naming.precision(head["recipe"]),
         title=against_bf16,
-        shows=comparing("model", "precision", "recipe"),
+        shows=measures.comparing("model", "precision", "recipe"),
         text="Both are relative to the bf16 run of the same seed (the loss of bf16: to its mean); "
         f"gray: {MARGIN:g}%, the margin of equality. Features: of the last vision block.",
     ),

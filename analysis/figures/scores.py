@@ -10,7 +10,7 @@ from scipy import stats
 
 from analysis import comparison, measures, naming, spike_marks, style
 from analysis.evidence import LEVEL, Sample
-from analysis.grammar import ANYTHING, Axis, by_model, comparing
+from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
 from lowprec.nn.recipe import PRODUCTS, RECIPES
@@ -295,7 +295,7 @@ FIGURES = {
         name=named_by_exception,
         size=1.4,
         title=lowest_recipe,
-        shows=comparing("model", "precision", value="accuracy"),
+        shows=measures.comparing("model", "precision", value="accuracy"),
         text="After figure 1, arXiv:2304.13013.",
     ),
     "update_clipping": Points(
@@ -319,7 +319,7 @@ FIGURES = {
         look=lambda head: (style.color(head["product"] or "bf16", ""), "-"),
         facet=by_format,
         title=costliest_product,
-        shows=comparing("precision", "product", "format"),
+        shows=measures.comparing("precision", "product", "format"),
         text="The operands of one product of each layer have the format of the panel, and its "
         "other products run in 16 bits.",
     ),
@@ -375,7 +375,7 @@ FIGURES = {
         ),
         look=look_of_change,
         title=falling,
-        shows=comparing("model", "lr", "batch_size", "intervention"),
+        shows=measures.comparing("model", "lr", "batch_size", "intervention"),
         what=f"{RECALL} by the largest attention logit,",
         text=f"Where a name does not say: {', '.join(USUAL)}.",
         means=False,

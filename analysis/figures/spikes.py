@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from analysis import measures, naming, panels, spike_marks, style
 from analysis.evidence import Sample
 from analysis.figures.scores import values_of
-from analysis.grammar import Axis, Panels, by, comparing
+from analysis.grammar import Axis, Panels, by
 from analysis.load import Runs
 from analysis.points import Points, Rows
 
@@ -196,7 +196,7 @@ FIGURES = {
         name=lambda head: naming.optimizer_name(head["optimizer"]),
         hollow=(lambda frame: frame["after_reset"], "right after a reset"),
         title=compare_optimizers,
-        shows=comparing("beta2", "optimizer", value="recall"),
+        shows=measures.comparing("beta2", "optimizer", value="recall"),
         what="height of loss spikes and mean R@1",
         text="Left: height of each loss spike, its largest loss minus the median loss of the "
         f"window before it; bars: medians; a triangle: less than {LEAST:g}. Right: mean R@1 of "
@@ -215,7 +215,7 @@ FIGURES = {
         look=lambda head: (naming.INTERVENTIONS[head["intervention"]][1], "-"),
         name=lambda head: naming.INTERVENTIONS[head["intervention"]][0],
         title=with_kq_norm,
-        shows=comparing("intervention", "beta2"),
+        shows=measures.comparing("intervention", "beta2"),
         text="0 without a spike.",
     ),
     "loss_scaler": Panels(
@@ -224,7 +224,7 @@ FIGURES = {
         table=around_highest,
         plots=(plot_around,),
         title=compare_scalers,
-        shows=comparing("scaler"),
+        shows=measures.comparing("scaler"),
         facet=by("scaler", lambda _: ""),  # the title names it
         what=f"{AROUND} steps on either side of the highest loss spike",
         text="A line and a row of ticks in one tone for each run. Ticks: steps in which the "

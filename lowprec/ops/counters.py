@@ -22,22 +22,26 @@ def next_counter(like: Tensor) -> Tensor:
     if device < 0:
         return like.new_zeros(1, dtype=torch.int32)
     if torch.cuda.is_current_stream_capturing():
-        own = next(_unused.get(device, iter(())), None)
-        return torch.zeros(1, dtype=torch.int32, device=like.device) if own is None else own
+        counter = _take(device)
+        return torch.zeros(1, dtype=torch.int32, device=like.device) if counter is None else counter
     return _of_stream(device, torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
 def _of_stream(device: int, stream: int) -> Tensor:
-    own = next(_unused.get(device, iter(())), None)
-    if own is None:
+    counter = _take(device)
+    if counter is None:
         # a thread of its own does not allocate in a memory pool that this one uses, as in the
         # warm-up of torch.compile(mode="reduce-overhead"), which frees what it does not know
         thread = threading.Thread(target=_make_counters, args=(device,))
         thread.start()
         thread.join()
-        own = next(_unused[device])
-    return own
+        counter = _take(device)
+    return counter
+
+
+def _take(device: int) -> Tensor | None:
+    return next(_unused.get(device, iter(())), None)
 
 
 def _make_counters(device: int) -> None:

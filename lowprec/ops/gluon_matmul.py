@@ -6,8 +6,8 @@ the rows of a tile. While one warpgroup scales, rounds and stores its rows, the 
 and the producer loads ahead. Rows of the operands and the output must be multiples of 16 bytes.
 Scales may belong to tiles of 128 terms: then each warpgroup adds scaled products in float32.
 
-Programs number their tiles by a counter in global memory. With equal shares, programs that start
-late, because NCCL's kernels hold some multiprocessors, would double the time of the product.
+Programs take numbers of tiles from a counter in global memory. With equal shares, programs that
+start late, because NCCL's kernels hold some multiprocessors, would double the product's time.
 """
 
 import torch
@@ -215,8 +215,7 @@ def _multiply_scaled_tiles(
                 b_scale = gl.load(b_ptrs + next_tile * stride_bk, mask=n < N, other=0.0)
             product = warpgroup_mma_wait(0, deps=[product])
             left = _add_scaled(left, product, a_scale, of_left, layout, B_ROWS)
-            # This wait returns at once. Without it, the assembler would scale the left product
-            # while it computes the right one and spill registers.
+            # Returns at once. Else, the assembler would overlap both products and spill registers.
             mbarrier.wait(full.index(stage), step // STAGES & 1)
             product = warpgroup_mma(a, b_right.permute((1, 0)), zeros, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=[product])
@@ -224,8 +223,7 @@ def _multiply_scaled_tiles(
             right = _add_scaled(right, product, a_scale, of_right, layout, B_ROWS)
             a_scale = next_scale
             step += 1
-        row = part * gl.cdiv(M, 2 * HALF_M) * 2 * HALF_M + m0
-        place = (out_desc, out_buffers.index(HALF), row)
+        place = (out_desc, out_buffers.index(HALF), part * gl.cdiv(M, 2 * HALF_M) * 2 * HALF_M + m0)
         _add_bias_and_store(left, n0, N, bias_ptr, place, BIAS)
         _add_bias_and_store(right, n0 + HALF_N, N, bias_ptr, place, BIAS)
         number = _next_number(ring, step)

@@ -48,7 +48,7 @@ class Launch:
         sizes: the integers.
         blocks: block shapes of the leading tensors, which a Gluon kernel takes as TMA descriptors;
             empty if the kernel takes no descriptors.
-        is_counted: whether the kernel takes a `counter` after the tensors of a call.
+        is_counted: whether the kernel takes a counter (`next_counter`) after a call's tensors.
         constants: constants by name, and Triton's options, such as num_warps.
     """
 

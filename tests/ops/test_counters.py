@@ -39,15 +39,15 @@ def test_a_stream_and_each_captured_launch_have_counters_that_no_other_has(monke
     raw_stream = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, raw_stream, lambda gpu: state["stream"], raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["captures"])
-    like, found = mock.Mock(get_device=lambda: 0, device="cpu"), []
+    like, taken = mock.Mock(get_device=lambda: 0, device="cpu"), []
     counters._of_stream.cache_clear()
     for stream, captures in ((7, False), (8, False), (7, False), (7, True), (7, True), (7, True)):
         state.update(stream=stream, captures=captures)
-        found.append(counters.next_counter(like))
+        taken.append(counters.next_counter(like))
     counters._of_stream.cache_clear()
-    assert found[0] is found[2]
-    assert len({id(counter) for counter in found}) == 5
-    assert found[-1].tolist() == [0] and found[-1].dtype == torch.int32  # none was left
+    assert taken[0] is taken[2]
+    assert len({id(counter) for counter in taken}) == 5
+    assert taken[-1].tolist() == [0] and taken[-1].dtype == torch.int32  # none was left
 
 
 @pytest.fixture
@@ -55,13 +55,13 @@ def counted(monkeypatch):
     """The counters of the launches in a test."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("no kernel counts on this GPU")
-    found, next_counter = [], launch.next_counter
+    counted, next_counter = [], launch.next_counter
     monkeypatch.setattr(counters, "_unused", {})
     counters._of_stream.cache_clear()
     monkeypatch.setattr(
-        launch, "next_counter", lambda like: found.append(next_counter(like)) or found[-1]
+        launch, "next_counter", lambda like: counted.append(next_counter(like)) or counted[-1]
     )
-    yield found
+    yield counted
     counters._of_stream.cache_clear()
 
 
