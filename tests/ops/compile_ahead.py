@@ -39,7 +39,7 @@ MODULES = [
     for module in pkgutil.iter_modules(lowprec.ops.__path__)
 ] + [triton_adamw, fused]
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 BF16, FP32, FP8, FP8_WIDE = torch.bfloat16, torch.float32, E4M3.dtype, E5M2.dtype
 
 
