@@ -216,7 +216,7 @@ def quantize(
         return q_MK if rows else None, transposed_copy(q_MK) if transposed else None, scale
     has_words = granularity == "128x1" and triton_quantize_words.takes(x_MK, format)
     if has_words and transposed and not rows:
-        return None, *triton_quantize_words.quantize_128x1(rows_contiguous(x_MK), format)[:2]
+        return None, *triton_quantize_words.quantize_128x1(rows_contiguous(x_MK), format)
     is_scaled_by_tile = granularity not in ("columnwise", "tensorwise")
     if transposed and (is_scaled_by_tile or _is_scrambled(x_MK, format)):
         q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
@@ -241,11 +241,10 @@ def quantize_pair(
             x_MK = rows_contiguous(x_MK)
             q_MK, q_KM, scale, total = _quantize_tiles(x_MK, format, False, **both, sums=sums)
         return q_MK, scale, q_KM, scale, total
-    across = PAIRED[granularity]
-    q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
     if triton_quantize_words.takes(x_MK, format):
-        x_MK = rows_contiguous(x_MK)
-        return q_MK, scale, *triton_quantize_words.quantize_128x1(x_MK, format, sums)
+        return triton_quantize_words.quantize_pair(rows_contiguous(x_MK), format, sums)
+    q_MK, _, scale = quantize(x_MK, format, granularity, rows=True, transposed=False)
+    across = PAIRED[granularity]
     _, q_KM, across_scale = quantize(x_MK, format, across, rows=False, transposed=True)
     return q_MK, scale, q_KM, across_scale, x_MK.sum(dim=0, dtype=torch.float32) if sums else None
 

@@ -1,6 +1,8 @@
-"""Triton kernel that quantizes to fp8 in tiles of 128x1 and transposes words of four rows.
+"""Triton kernel that quantizes to fp8 in tiles of 1x128, of 128x1 transposed, or both.
 
-Words are transposed faster than bytes. Bit-identical to `reference.quantize`.
+Transposed tiles are stored as words of four rows: words are transposed faster than bytes. If both
+are wanted, neighboring programs read the same 128x128 numbers, all but the first from the cache.
+Bit-identical to `reference.quantize`.
 """
 
 import torch
@@ -11,76 +13,150 @@ from torch import Tensor
 from lowprec.formats import Format
 from lowprec.ops.launch import Launch, plan
 from lowprec.ops.reference import empty_scale
-from lowprec.ops.triton_rounding import magnitudes, quotient, scale_of
+from lowprec.ops.triton_approximate import INTERPRETED
+from lowprec.ops.triton_rounding import inverse_of, magnitudes, quotient, scale_of, times_inverse
 from lowprec.ops.triton_sum import sum_parts
 
-
-@triton.jit
-def _load_fourth(x_ptr, words, cols, M, K, stride_m, I: tl.constexpr):
-    """Row I of the four rows that make each word."""
-    rows = words * 4 + I
-    mask = (rows < M)[:, None] & (cols < K)[None, :]
-    at = rows[:, None] * stride_m + cols[None, :]
-    return tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+HALF = 64  # rows or columns of the tile that a program quantizes
 
 
 @triton.jit
-def _byte(x, scale, I: tl.constexpr, Q: tl.constexpr):
-    """The quotient x / scale, rounded to the fp8 type Q, as byte I of a word."""
-    # It exceeds the largest number by less than half a step, so that rounding needs no clamp.
-    q = quotient(x, scale[None, :]).to(Q).to(tl.uint8, bitcast=True)
-    return q.to(tl.int32) << (8 * I)
+def _word(q0, q1, q2, q3, is_usable, Q: tl.constexpr):
+    """Four quotients, rounded to the fp8 type Q, as bytes of a word; 0 without a usable scale."""
+    # Quotients exceed the largest number by less than half a step, so that rounding needs no clamp.
+    if INTERPRETED:
+        word = _byte(q0, 0, Q) | _byte(q1, 1, Q) | _byte(q2, 2, Q) | _byte(q3, 3, Q)
+        return tl.where(is_usable, word, 0)
+    mask = tl.broadcast_to(tl.where(is_usable, -1, 0), q0.shape)
+    if Q == tl.float8e4nv:
+        code: tl.constexpr = """{
+            .reg .b16 low, high; .reg .b32 word;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 word, {low, high};
+            and.b32 $0, word, $5;
+        }"""
+    else:
+        code: tl.constexpr = """{
+            .reg .b16 low, high; .reg .b32 word;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 word, {low, high};
+            and.b32 $0, word, $5;
+        }"""
+    operands = [q0, q1, q2, q3, mask]
+    return tl.inline_asm_elementwise(code, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
 
 
 @triton.jit
-def _quantize_128x1_kernel(
-    x_ptr, qt_ptr, words_ptr, scale_ptr, sum_ptr, M, K, stride_m,
-    MAX: tl.constexpr, SUMS: tl.constexpr, BLOCK_K: tl.constexpr,
+def _byte(q, I: tl.constexpr, Q: tl.constexpr):
+    return q.to(Q).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * I)
+
+
+@triton.jit
+def _quantize_rows(
+    x_ptr, q_ptr, scale_ptr, m0, tile_k, M, K, stride_m, MAX: tl.constexpr, HALF: tl.constexpr
+):
+    """1x128: HALF rows of 128 columns."""
+    Q: tl.constexpr = q_ptr.dtype.element_ty
+    rows, cols = tl.arange(0, HALF), tl.arange(0, 128)
+    in_m = rows < M - m0
+    mask = in_m[:, None] & (cols < K - tile_k * 128)[None, :]
+    at = x_ptr + (m0 * stride_m + tile_k * 128)
+    x = tl.load(at + (rows[:, None] * stride_m + cols[None, :]), mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    scale = scale_of(tl.max(magnitudes(x), axis=1), MAX)  # [HALF]
+    tl.store(scale_ptr + (tile_k * M + m0) + rows, scale, mask=in_m)
+    q = quotient(x, scale[:, None]).to(Q)
+    at = q_ptr + (m0 * K + tile_k * 128)
+    tl.store(at + (rows[:, None] * K + cols[None, :]), q, mask=mask)
+
+
+@triton.jit
+def _quantize_columns(
+    x_ptr, qt_ptr, words_ptr, scale_ptr, sum_ptr, tile_m, k0, M, K, stride_m,
+    MAX: tl.constexpr, SUMS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """words_ptr is qt_ptr as int32. SUMS: stores the sums of 128 rows."""
+    """128x1: HALF columns of 128 rows, transposed, and with SUMS the sums of 128 rows."""
     Q: tl.constexpr = qt_ptr.dtype.element_ty
-    tile_m, tile_k = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    words, cols = tile_m * 32 + tl.arange(0, 32), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    x0 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 0)
-    x1 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 1)
-    x2 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 2)
-    x3 = _load_fourth(x_ptr, words, cols, M, K, stride_m, 3)
+    words, cols = tl.arange(0, 32), tl.arange(0, HALF)
+    in_m, in_k = words < (M - tile_m * 128) // 4, cols < K - k0
+    mask = in_m[:, None] & in_k[None, :]
+    at = x_ptr + (tile_m * 128 * stride_m + k0)
+    offsets = words[:, None] * (4 * stride_m) + cols[None, :]
+    x0 = tl.load(at + offsets, mask=mask, other=0.0).to(tl.float32)  # first rows of the words
+    x1 = tl.load(at + stride_m + offsets, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(at + 2 * stride_m + offsets, mask=mask, other=0.0).to(tl.float32)
+    x3 = tl.load(at + 3 * stride_m + offsets, mask=mask, other=0.0).to(tl.float32)
+    at = tile_m * K + k0
+    if SUMS:
+        tl.store(sum_ptr + at + cols, tl.sum((x0 + x1) + (x2 + x3), axis=0), mask=in_k)
     bits_01 = tl.maximum(magnitudes(x0), magnitudes(x1))
     bits_23 = tl.maximum(magnitudes(x2), magnitudes(x3))
-    scale = scale_of(tl.max(tl.maximum(bits_01, bits_23), axis=0), MAX)  # [BLOCK_K]
-    at = tile_m * K + cols
-    tl.store(scale_ptr + at, scale, mask=cols < K)
-    if SUMS:
-        tl.store(sum_ptr + at, tl.sum((x0 + x1) + (x2 + x3), axis=0), mask=cols < K)
-    word = _byte(x0, scale, 0, Q) | _byte(x1, scale, 1, Q)
-    word |= _byte(x2, scale, 2, Q) | _byte(x3, scale, 3, Q)
-    at = cols[:, None] * (M // 4) + words[None, :]
-    tl.store(words_ptr + at, tl.trans(word), mask=(cols < K)[:, None] & (words * 4 < M)[None, :])
+    scale = scale_of(tl.max(tl.maximum(bits_01, bits_23), axis=0), MAX)[None, :]  # [1, HALF]
+    tl.store(scale_ptr + at + cols[None, :], scale, mask=in_k[None, :])
+    is_usable = scale > 0
+    divisor = tl.where(is_usable, scale, 1.0)
+    inverse = inverse_of(divisor)
+    q0, q1 = times_inverse(x0, divisor, inverse), times_inverse(x1, divisor, inverse)
+    q2, q3 = times_inverse(x2, divisor, inverse), times_inverse(x3, divisor, inverse)
+    word = _word(q0, q1, q2, q3, is_usable, Q)  # [32, HALF]
+    at = words_ptr + (k0 * (M // 4) + tile_m * 32)
+    mask = in_k[:, None] & in_m[None, :]
+    tl.store(at + (cols[:, None] * (M // 4) + words[None, :]), tl.trans(word), mask=mask)
+
+
+@triton.jit
+def _quantize_pair_kernel(
+    x_ptr, q_ptr, qt_ptr, words_ptr, scale_ptr, across_ptr, sum_ptr, M, K, stride_m,
+    MAX: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """words_ptr is qt_ptr as int32. Without ROWS, all programs quantize columns."""
+    half, tile_k, tile_m = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile_k = tile_k.to(tl.int64)
+    if ROWS and half >= 2:
+        m0 = tile_m * 128 + (half - 2) * HALF
+        _quantize_rows(x_ptr, q_ptr, scale_ptr, m0, tile_k, M, K, stride_m, MAX, HALF)
+    else:
+        _quantize_columns(
+            x_ptr, qt_ptr, words_ptr, across_ptr, sum_ptr, tile_m, tile_k * 128 + half * HALF,
+            M, K, stride_m, MAX, SUMS, HALF,
+        )  # fmt: skip
 
 
 def takes(x_MK: Tensor, format: Format) -> bool:
-    """Whether `quantize_128x1` does: 16-bit numbers in fours of rows, to fp8."""
+    """Whether the kernel does: 16-bit numbers in fours of rows, to fp8."""
     return format.exponent_bits > 0 and x_MK.itemsize == 2 and x_MK.shape[0] % 4 == 0
 
 
-def quantize_128x1(
-    x_MK: Tensor, format: Format, sums: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """q_KM, its scale [M / 128, K] and the float32 sums [K] of columns, or None.
+def quantize_128x1(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """q_KM and its scale [M / 128, K]. The rows of x must be contiguous."""
+    return _quantize(x_MK, format, rows=False, sums=False)[2:4]
 
-    The rows of x must be contiguous.
-    """
+
+def quantize_pair(
+    x_MK: Tensor, format: Format, sums: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """`reference.quantize_pair` for 1x128. The rows of x must be contiguous."""
+    return _quantize(x_MK, format, rows=True, sums=sums)
+
+
+def _quantize(x_MK: Tensor, format: Format, rows: bool, sums: bool) -> tuple:
     M, K = x_MK.shape
     q_KM = torch.empty(K, M, dtype=format.dtype, device=x_MK.device)
-    scale = empty_scale(x_MK, "128x1")
-    parts = empty_scale(x_MK, "128x1") if sums else scale
-    launch = _plan(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format, sums)
-    launch(x_MK, q_KM, q_KM.view(torch.int32), scale, parts)
-    return q_KM, scale, sum_parts(parts) if sums else None
+    across = empty_scale(x_MK, "128x1")
+    q_MK = torch.empty(M, K, dtype=format.dtype, device=x_MK.device) if rows else q_KM
+    scale = empty_scale(x_MK, "1x128") if rows else across
+    parts = empty_scale(x_MK, "128x1") if sums else across
+    launch = _plan(x_MK.device, x_MK.dtype, M, K, x_MK.stride(0), format, rows, sums)
+    launch(x_MK, q_MK, q_KM, q_KM.view(torch.int32), scale, across, parts)
+    return q_MK, scale, q_KM, across, sum_parts(parts) if sums else None
 
 
 @plan
-def _plan(device, dtype, M: int, K: int, stride_m: int, format: Format, sums: bool) -> Launch:
-    grid = (triton.cdiv(M, 128), triton.cdiv(K, 64))
-    constants = {"MAX": format.max, "SUMS": sums, "BLOCK_K": 64, "num_warps": 4}
-    return Launch(_quantize_128x1_kernel, grid, (M, K, stride_m), **constants)
+def _plan(
+    device, dtype, M: int, K: int, stride_m: int, format: Format, rows: bool, sums: bool
+) -> Launch:
+    grid = (4 if rows else 2, triton.cdiv(K, 128), triton.cdiv(M, 128))
+    constants = {"MAX": format.max, "ROWS": rows, "SUMS": sums, "HALF": HALF, "num_warps": 4}
+    return Launch(_quantize_pair_kernel, grid, (M, K, stride_m), **constants)
