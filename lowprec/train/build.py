@@ -316,10 +316,13 @@ def _replicate(model: nn.Module, config: Config) -> DistributedDataParallel:
     """Wraps a model in DDP; on the stream of captures, if its steps are to be captured."""
     device = next(model.parameters()).device
     known = inspect.signature(DistributedDataParallel).parameters
+    size_mib = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     renamed = "forward_sync_buffers"  # in torch 2.13
     options = {
         "device_ids": [device] if device.type == "cuda" else None,
         "gradient_as_bucket_view": True,
+        # torch's 25 MiB cut ViT-H/14 into 157 buckets, whose launches cost more than they hide
+        "bucket_cap_mb": size_mib / 40 if size_mib > 1000 else None,
         # of micro-batches, only the last averages gradients
         "static_graph": config.accumulate == 1,
         # no buffer changes: batch norm is refused
