@@ -25,3 +25,9 @@ def exp2(x):
         return tl.exp2(x)
     code: tl.constexpr = "ex2.approx.ftz.f32 $0, $1;"
     return tl.inline_asm_elementwise(code, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def divided(x, by, X: tl.constexpr):
+    """Divides x; by a product with the reciprocal if the result will be rounded to 16 bits."""
+    return x / by if X == tl.float32 else x * reciprocal(by)

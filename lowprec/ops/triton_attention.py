@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowprec.ops import triton_attention_129
 from lowprec.ops.launch import Launch, plan
+from lowprec.ops.triton_approximate import divided, exp2
 
 DTYPES = (torch.bfloat16, torch.float16)  # float32 products would not use tensor cores
 
@@ -65,8 +66,8 @@ def _weights(
     if SEES_B:
         weights_b = _logits(q, k_b, t, b, tokens, SCALE, CAUSAL)
         largest = tl.maximum(largest, tl.max(weights_b, axis=1, keep_dims=True))
-        weights_b = tl.exp2(weights_b - largest)
-    weights_a = tl.exp2(weights_a - largest)
+        weights_b = exp2(weights_b - largest)
+    weights_a = exp2(weights_a - largest)
     total = tl.sum(weights_a, axis=1, keep_dims=True)
     if SEES_B:
         total += tl.sum(weights_b, axis=1, keep_dims=True)
@@ -82,7 +83,7 @@ def _output(
     out = _dot(weights_a.to(q.dtype), v_a)
     if SEES_B:
         out = _dot(weights_b.to(q.dtype), v_b, out)
-    return out / total
+    return divided(out, total, q.dtype)
 
 
 @triton.jit
@@ -123,14 +124,14 @@ def _gradients(
     The caller multiplies the gradients of queries and keys by SCALE.
     """
     weights_a, weights_b, total = _weights(q, k_a, k_b, t, a, b, tokens, SCALE, CAUSAL, SEES_B)
-    weights_a = weights_a / total
+    weights_a = divided(weights_a, total, q.dtype)
     grad_v_a = _dot(tl.trans(weights_a.to(q.dtype)), g, grad_v_a)
     grad_weights_a = _dot(g, tl.trans(v_a))
     # Softmax's gradient is weight * (grad - mean), with the mean over all keys of both parts. It
     # equals g . output, which need not be loaded.
     mean = tl.sum(weights_a * grad_weights_a, axis=1, keep_dims=True)
     if SEES_B:
-        weights_b = weights_b / total
+        weights_b = divided(weights_b, total, q.dtype)
         grad_v_b = _dot(tl.trans(weights_b.to(q.dtype)), g, grad_v_b)
         grad_weights_b = _dot(g, tl.trans(v_b))
         mean += tl.sum(weights_b * grad_weights_b, axis=1, keep_dims=True)

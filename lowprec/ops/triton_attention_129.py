@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lowprec.ops.launch import Launch
+from lowprec.ops.triton_approximate import divided, exp2
 
 TOKENS = 129
 BLOCK = tl.constexpr(128)  # tokens besides the last one
@@ -93,7 +94,7 @@ def _softmax(logits, logits_l, SCALE: tl.constexpr, KEYS: tl.constexpr):
     logits, logits_l = logits * scale, tl.where(is_last, logits_l * scale, float("-inf"))
     largest = tl.max(logits, axis=KEYS, keep_dims=True)
     largest = tl.maximum(largest, tl.max(logits_l, axis=KEYS, keep_dims=True))
-    weights, weights_l = tl.exp2(logits - largest), tl.exp2(logits_l - largest)
+    weights, weights_l = exp2(logits - largest), exp2(logits_l - largest)
     total = tl.sum(weights, axis=KEYS, keep_dims=True)
     return weights, weights_l, total + tl.sum(weights_l, axis=KEYS, keep_dims=True)
 
@@ -103,7 +104,8 @@ def _softmax_backward(weights, weights_l, grad, grad_l, SCALE: tl.constexpr, KEY
     """Gradients of the logits: weight * (grad - mean), with the mean over all keys."""
     mean = tl.sum(weights * grad, axis=KEYS, keep_dims=True)
     mean += tl.sum(weights_l * grad_l, axis=KEYS, keep_dims=True)
-    return weights * (grad - mean) * SCALE, weights_l * (grad_l - mean) * SCALE
+    mean *= SCALE
+    return weights * (grad * SCALE - mean), weights_l * (grad_l * SCALE - mean)
 
 
 @triton.jit
@@ -118,20 +120,23 @@ def _attention_129_kernel(
     q_ptr = qkv_ptr + sample * (BLOCK + 1) * stride + head * WIDTH
     k_ptr, v_ptr = q_ptr + width, q_ptr + 2 * width
     out_ptr += sample * (BLOCK + 1) * width + head * WIDTH
+    dtype = qkv_ptr.dtype.element_ty
     k_l = _load_last(k_ptr, stride, WIDTH, D0, D1)
     v_l = _load_last(v_ptr, stride, WIDTH, D0, D1)
     q_l = _load_last(q_ptr, stride, WIDTH, D0, D1)
     k = _load(k_ptr, keys, stride, WIDTH, D0, D1)
     v = _load(v_ptr, keys, stride, WIDTH, D0, D1)
     u, u_l, total_l = _softmax(_by_tokens(k, q_l, D1), _by_tokens(k_l, q_l, D1), SCALE, 0)
-    out_l = _weighted_last(u / total_l, v, u_l / total_l, v_l, D1)
+    u, u_l = divided(u, total_l, dtype), divided(u_l, total_l, dtype)
+    out_l = _weighted_last(u, v, u_l, v_l, D1)
     _store_last(out_ptr, out_l, width, WIDTH, D0, D1)
     for start in tl.range(0, BLOCK, QUERIES, num_stages=1):
         t = start + tl.arange(0, QUERIES)
         q = _load(q_ptr, t, stride, WIDTH, D0, D1)
         w, w_l, total = _softmax(_by_tokens(q, k, D1), _by_tokens(q, k_l, D1), SCALE, 1)
         out = _weighted(w, v, w_l, v_l, D1)
-        _store(out_ptr, (out[0] / total, out[1] / total), t, width, WIDTH, D0, D1)
+        out = divided(out[0], total, dtype), divided(out[1], total, dtype)
+        _store(out_ptr, out, t, width, WIDTH, D0, D1)
 
 
 @triton.jit
@@ -159,7 +164,7 @@ def _attention_backward_129_kernel(
     dtype = qkv_ptr.dtype.element_ty
     # The last query's weights u and the gradients h of its logits: [keys, queries].
     u, u_l, total = _softmax(_by_tokens(k, q_l, D1), _by_tokens(k_l, q_l, D1), SCALE, 0)
-    u, u_l = u / total, u_l / total
+    u, u_l = divided(u, total, dtype), divided(u_l, total, dtype)
     grad, grad_l = _by_tokens(v, g_l, D1), _by_tokens(v_l, g_l, D1)
     h, h_l = _softmax_backward(u, u_l, grad, grad_l, SCALE, 0)
     u, u_l, h, h_l = u.to(dtype), u_l.to(dtype), h.to(dtype), h_l.to(dtype)
@@ -167,7 +172,7 @@ def _attention_backward_129_kernel(
     _store_last(grad_q_ptr, grad_q_l, stride, WIDTH, D0, D1)
     # The weights w of the other queries and the gradients e of their logits.
     w, w_l, total = _softmax(_by_tokens(q, k, D1), _by_tokens(q, k_l, D1), SCALE, 1)
-    w, w_l = w / total, w_l / total
+    w, w_l = divided(w, total, dtype), divided(w_l, total, dtype)
     grad_v_l = _weighted_last(w_l, g, tl.trans(u_l), g_l, D1)
     _store_last(grad_v_ptr, grad_v_l, stride, WIDTH, D0, D1)
     grad_v = _weighted(tl.trans(w.to(dtype)), g, u, g_l, D1)
