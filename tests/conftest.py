@@ -267,8 +267,11 @@ def canary(tmp_path):
     assert not path.exists()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items):
-    """Skips the gpu tests where there is no GPU, and says so."""
+    """Where there is a GPU, the kernels' tests are gpu tests, too; elsewhere those are skipped."""
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU"))

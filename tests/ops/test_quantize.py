@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
 from lowprec.ops import reference, triton_dequantize, triton_sum
 from lowprec.ops import triton_quantize as kernels
+from lowprec.ops.triton_rounding import quotient
 
 FORMATS = [INT8, E4M3, E5M2]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -185,6 +188,30 @@ def test_quotients_are_correctly_rounded(device, format):
         x = torch.cat((tie, tie.nextafter(torch.zeros(())), tie.nextafter(tie * 2))) * scale
         x = torch.cat((largest, x.clamp(-largest, largest)))[None].to(device)
         check(x, format, "rowwise")
+
+
+@each_format
+def test_scales_of_all_bfloat16_numbers_are_correctly_rounded(device, format):
+    x = torch.arange(0x7F81, dtype=torch.int16).view(torch.bfloat16)[:, None]  # to inf
+    check(x.to(device), format, "rowwise")
+
+
+@triton.jit
+def _quotients_kernel(x_ptr, scale_ptr, q_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(q_ptr + at, quotient(tl.load(x_ptr + at), tl.load(scale_ptr + at)))
+
+
+@pytest.mark.gpu
+def test_quotients_by_all_significands_are_correctly_rounded():
+    """The GPU's approximate reciprocals are refined."""
+    scale = torch.arange(2**23, dtype=torch.int32, device="cuda") + (100 << 23)
+    scale = scale.view(torch.float32)
+    for _ in range(8):
+        x = torch.randn(2**23, device="cuda")
+        q = torch.empty_like(x)
+        _quotients_kernel[(2**13,)](x, scale, q, BLOCK=2**10)
+        assert torch.equal(q, x / scale)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 300), (20, 256)], ids=str)
