@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowprec.formats import Format
+from lowprec.formats import E4M3, Format
 from lowprec.ops.launch import Launch, plan
 from lowprec.ops.reference import empty_scale
 from lowprec.ops.triton_approximate import INTERPRETED
@@ -125,8 +125,10 @@ def _quantize_pair_kernel(
 
 
 def takes(x_MK: Tensor, format: Format) -> bool:
-    """Whether the kernel does: 16-bit numbers in fours of rows, to fp8."""
-    return format.exponent_bits > 0 and x_MK.itemsize == 2 and x_MK.shape[0] % 4 == 0
+    """Whether the kernel does: 16-bit numbers in fours of rows, to fp8, by GPUs that have fp8."""
+    if format.exponent_bits == 0 or x_MK.itemsize != 2 or x_MK.shape[0] % 4:
+        return False
+    return not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device) >= E4M3.capability
 
 
 def quantize_128x1(x_MK: Tensor, format: Format) -> tuple[Tensor, Tensor]:

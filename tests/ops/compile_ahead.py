@@ -106,8 +106,8 @@ def _tiles(m, format, granularity, rows=True, dtype=FP32):
     quantize.quantize(x, format, granularity, rows=rows, transposed=True)
 
 
-def _pair(granularity):
-    quantize.quantize_pair(_tensor(4096, 1280), E4M3, granularity, sums=True)
+def _pair(granularity, format=E4M3):
+    quantize.quantize_pair(_tensor(4096, 1280), format, granularity, sums=True)
 
 
 def _dequantize(dtype, rows):
@@ -165,7 +165,8 @@ CASES = {  # name: (launches, architectures)
     "1x128 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "1x128", dtype=BF16), HOPPER),
     "128x1 e4m3 of bf16": (partial(_tiles, 4096, E4M3, "128x1", **ONLY_T), HOPPER),
     "128x128 e4m3 of fp32": (partial(_tiles, 4096, E4M3, "128x128"), HOPPER),
-    "pair of 1x128 and 128x1 e4m3 of bf16, with sum": (partial(_pair, "1x128"), HOPPER),
+    "pair of 1x128 and 128x1 e4m3 of bf16, with sum": (partial(_pair, "1x128"), HAS_E4M3),
+    "pair of 1x128 and 128x1 e5m2 of bf16, with sum": (partial(_pair, "1x128", E5M2), HAS_E4M3),
     "tensor e4m3 of bf16, both, with sum": (partial(_pair, "tensorwise"), HOPPER),
     "dequantize int8 to bf16": (partial(_dequantize, torch.int8, 4096), ALL),
     "dequantize e4m3 to bf16, one scale": (partial(_dequantize, FP8, 1), HOPPER),
