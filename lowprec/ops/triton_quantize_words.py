@@ -18,6 +18,7 @@ from lowprec.ops.triton_rounding import inverse_of, magnitudes, quotient, scale_
 from lowprec.ops.triton_sum import sum_parts
 
 HALF = 64  # rows or columns of the tile that a program quantizes
+MAX_SIZE = 65_535 * 128  # a grid's second and third axis; offsets within a tile then fit int32
 
 
 @triton.jit
@@ -125,8 +126,13 @@ def _quantize_pair_kernel(
 
 
 def takes(x_MK: Tensor, format: Format) -> bool:
-    """Whether the kernel does: 16-bit numbers in fours of rows, to fp8, by GPUs that have fp8."""
+    """Whether the kernel does: 16-bit numbers in fours of rows, to fp8, by GPUs that have fp8.
+
+    No size or stride may exceed `MAX_SIZE`.
+    """
     if format.exponent_bits == 0 or x_MK.itemsize != 2 or x_MK.shape[0] % 4:
+        return False
+    if max(*x_MK.shape, *x_MK.stride()) > MAX_SIZE:
         return False
     return not x_MK.is_cuda or torch.cuda.get_device_capability(x_MK.device) >= E4M3.capability
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lowprec.formats import E4M3, E5M2, INT8, representable
-from lowprec.ops import reference, triton_dequantize, triton_sum
+from lowprec.ops import reference, triton_dequantize, triton_quantize_words, triton_sum
 from lowprec.ops import triton_quantize as kernels
 from lowprec.ops.triton_rounding import quotient
 
@@ -122,6 +122,19 @@ def test_pairs_match_reference_bits(device, format, dtype, granularity, sums):
         assert (total is None) == (not sums)
         if sums:
             torch.testing.assert_close(total, expected_total, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "M, K, stride, is_taken",
+    [(2**23 - 128, 2**23 - 128, 2**23 - 128, True)]
+    + [(2**23, 1, 1, False), (4, 2**23, 2**23, False), (128, 1, 2**25, False)],
+)
+def test_words_of_large_tensors_fit_a_grid_and_int32_offsets(M, K, stride, is_taken):
+    x = torch.empty_strided((M, K), (stride, 1), dtype=torch.bfloat16, device="meta")
+    assert triton_quantize_words.takes(x, E4M3) == is_taken
+    grid = triton_quantize_words._plan(x.device, x.dtype, M, K, stride, E4M3, True, True).grid
+    largest = max(31 * 4 * stride, 63 * K, 63 * (M // 4)) + 127
+    assert not is_taken or (max(grid[1:]) < 2**16 and largest < 2**31)
 
 
 @each_granularity
