@@ -136,7 +136,8 @@ def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, format: Format) -> 
         "MAX": format.max,
         **blocks,
         **pipelined(N * (h_dtype.itemsize + g_dtype.itemsize)),
-        "maxnreg": 64,  # of 65,536 for the 32 warps that a multiprocessor has at a time
+        # of 65,536 for the 32 warps that a multiprocessor has at a time; float32 would spill
+        "maxnreg": 64 if h_dtype.itemsize == 2 else None,
     }
     grid = (min(M, 32 // blocks["num_warps"] * num_sms(device)),)
     return Launch(_gelu_backward_quantize_kernel, grid, (M, N), **constants)

@@ -65,8 +65,9 @@ def _matmul(a_dtype, b_dtype, out_dtype, k, n=1280, a_rows=True, b_rows=False, b
     )  # fmt: skip
 
 
-def _gelu_backward(features, format):
-    gelu.gelu_backward_quantize(_tensor(4096, features), _tensor(4096, features), format)
+def _gelu_backward(features, format, dtype=BF16):
+    h, g = (_tensor(4096, features, dtype=dtype) for _ in range(2))
+    gelu.gelu_backward_quantize(h, g, format)
 
 
 def _matmul_tiles(weight: bool, n=1280, k=5120, m=4096):
@@ -173,6 +174,7 @@ CASES = {  # name: (launches, architectures)
     "gelu int8 of bf16, 5120": (partial(_gelu, 5120, INT8), ALL),
     "gelu e4m3 of bf16, 8192": (partial(_gelu, 8192, E4M3), HAS_E4M3),
     "gelu backward int8 of bf16, 5120": (partial(_gelu_backward, 5120, INT8), ALL),
+    "gelu backward int8 of fp32, 6144": (partial(_gelu_backward, 6144, INT8, FP32), ALL),
     "attention, 33 tokens": (partial(_attention, 33, 64, False), ALL),
     "attention, 32 tokens, causal": (partial(_attention, 32, 64, True), ALL),
     "attention, 77 tokens, causal": (partial(_attention, 77, 64, True), HOPPER),
