@@ -173,6 +173,11 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU, whose matrix unit later GPUs lack; False on a CPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def rows_contiguous(x: Tensor) -> Tensor:
     """The matrix, copied if the elements of a row are not next to each other."""
     return x if x.stride(1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lowprec.formats import Format
-from lowprec.ops.launch import Launch, num_sms, pipelined, plan, row_blocks
+from lowprec.ops.launch import Launch, is_hopper, num_sms, pipelined, plan, row_blocks
 from lowprec.ops.triton_approximate import exp2, reciprocal
 from lowprec.ops.triton_rounding import divide, largest, rounded, scale_of
 from lowprec.ops.triton_sum import sum_parts
@@ -136,8 +136,8 @@ def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, format: Format) -> 
         "MAX": format.max,
         **blocks,
         **pipelined(N * (h_dtype.itemsize + g_dtype.itemsize)),
-        # of 65,536 for the 32 warps that a multiprocessor has at a time; float32 would spill
-        "maxnreg": 64 if h_dtype.itemsize == 2 else None,
+        # of 65,536 for the 32 warps that a multiprocessor has at a time; elsewhere, it would spill
+        "maxnreg": 64 if is_hopper(device) and h_dtype.itemsize == 2 else None,
     }
     grid = (min(M, 32 // blocks["num_warps"] * num_sms(device)),)
     return Launch(_gelu_backward_quantize_kernel, grid, (M, N), **constants)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowprec.ops.epilogue import finish, load_bias, load_scales
 from lowprec.ops.gluon_matmul import TALL_TILE, WIDE_TILE, plan_hopper
-from lowprec.ops.launch import ALIGNMENT, Launch, num_sms, plan, rows_contiguous
+from lowprec.ops.launch import ALIGNMENT, Launch, is_hopper, num_sms, plan, rows_contiguous
 from lowprec.ops.reference import MAX_INT8_TERMS, TILE_TERMS, sizes_of
 
 MIN_PART = 2048  # terms of a sum; on an H100, shorter parts are rarely faster
@@ -189,7 +189,7 @@ def _plan(device, dtypes, sizes, strides, per_row, is_aligned: bool) -> tuple[La
     `strides`: of the rows of a and b, then those of both scales if they are of tiles.
     """
     has_tiles = len(strides) > 2
-    on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides[:2]) and _is_hopper(device)
+    on_hopper = is_aligned and _has_whole_rows(dtypes, sizes, strides[:2]) and is_hopper(device)
     is_odd = any(stride % ALIGNMENT for stride in strides[:2])  # loads single bytes
     general = SCALED_TILE if has_tiles else ODD_TILE if is_odd else TILE
     tile = _hopper_tile(device, dtypes, sizes, has_tiles) if on_hopper else general
@@ -228,8 +228,3 @@ def _has_whole_rows(dtypes, sizes, strides) -> bool:
     """Whether rows of the operands, one byte per number, and the output are whole 16 bytes."""
     row_bytes = (*strides, sizes[1] * dtypes[2].itemsize)
     return sizes[2] > 0 and all(size % ALIGNMENT == 0 for size in row_bytes)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Whether the device has Hopper's matrix unit, which later GPUs lack; False on a CPU."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

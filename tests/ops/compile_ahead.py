@@ -214,7 +214,7 @@ def launches_of(case, capability: int) -> list:
     launches, kept = [], {}
     replaced = {name: Recorder(name, launches) for name in KERNELS}
     replaced["num_sms"] = lambda device: 132
-    replaced["_is_hopper"] = lambda device: capability == 90
+    replaced["is_hopper"] = lambda device: capability == 90
     forget_plans()
     for module in MODULES:
         kept[module] = {name: vars(module)[name] for name in replaced if name in vars(module)}

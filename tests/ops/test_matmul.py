@@ -57,7 +57,7 @@ def launch_with(names, replacement, *arguments):
 
 def launch_general(*arguments):
     """By the kernel that handles all shapes, also on Hopper."""
-    return launch_with(["_is_hopper"], lambda device: False, *arguments)
+    return launch_with(["is_hopper"], lambda device: False, *arguments)
 
 
 def launch_hopper(*arguments):
