@@ -31,7 +31,8 @@ def inverse_of(scale):
 def times_inverse(x, scale, inverse):
     """The quotient x / scale, correctly rounded, for a normal scale and its inverse.
 
-    One division per element would make the kernels compute-bound.
+    One division per element would make the kernels compute-bound. -0 becomes 0, and scales below
+    2^-86 may give the number next to the quotient: x - q * scale may be too small for float32.
     """
     q = x * inverse
     # x - q * scale is exact in one fma, so that adding its quotient rounds q only once, as an IEEE
