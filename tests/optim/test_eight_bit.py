@@ -14,11 +14,6 @@ from tests.optim.optimizers import assert_near
 CPU = torch.device("cpu")
 SHAPES = {"matrix": (70, 130), "vector": (4096,), "bias": (300,)}  # 35.5 and 16 blocks
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "optim_bits": 8}
-# `make test` interprets the kernels unless there is a GPU; `make test-gpu` runs them, too.
-with_kernels = pytest.mark.parametrize(
-    "device",
-    ["cuda" if torch.cuda.is_available() else "cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
-)
 
 
 def numbers(is_signed):
@@ -72,7 +67,6 @@ def encode_kernel(x_ptr, book_ptr, codes_ptr, SIGNED: tl.constexpr, CHUNK: tl.co
     tl.store(codes_ptr + at, codes)
 
 
-@with_kernels
 @pytest.mark.usefixtures("right_interpreter")
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_kernels_round_as_the_definition_does(is_signed, device):
