@@ -11,6 +11,7 @@ from lowprec.clip.vision import PatchDropout
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import TORCH_OPTIMIZERS, PrecisionConfig
 from lowprec.data import loader
+from lowprec.train import build
 from lowprec.train.build import emulated, is_slow, parallelize
 from lowprec.train.run import train_run
 from lowprec.train.step import can_capture
@@ -123,6 +124,17 @@ def test_batch_norm_in_several_processes_is_refused(make_config):
     config = make_config({"distributed.name": "ddp"})
     with pytest.raises(ConfigError, match="model nano has batch norm, whose statistics"):
         parallelize(torch.nn.BatchNorm1d(3), config, SimpleNamespace(size=2, rank=0))
+
+
+@pytest.mark.parametrize("width, cap_mib", [(16_000, None), (17_000, 17_000**2 * 4 / 2**20 / 40)])
+def test_models_over_1_gb_are_averaged_in_40_buckets(make_config, monkeypatch, width, cap_mib):
+    made = []
+    monkeypatch.setattr(
+        build, "DistributedDataParallel", lambda model, **options: made.append(options)
+    )
+    model = torch.nn.Linear(width, width, bias=False, device="meta")
+    parallelize(model, make_config({"distributed.name": "ddp"}), SimpleNamespace(size=2, rank=0))
+    assert made[0]["bucket_cap_mb"] == cap_mib
 
 
 @pytest.mark.parametrize("kind", ["none", "fsdp2"])
