@@ -136,7 +136,8 @@ def _plan_backward(device, h_dtype, g_dtype, M: int, N: int, format: Format) -> 
         "MAX": format.max,
         **blocks,
         **pipelined(N * (h_dtype.itemsize + g_dtype.itemsize)),
-        # of 65,536 for the 32 warps that a multiprocessor has at a time; elsewhere, it would spill
+        # Of 65,536 for the 32 warps that a multiprocessor has at a time. With this limit, float32
+        # and kernels for Blackwell would spill.
         "maxnreg": 64 if is_hopper(device) and h_dtype.itemsize == 2 else None,
     }
     grid = (min(M, 32 // blocks["num_warps"] * num_sms(device)),)
