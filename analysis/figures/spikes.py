@@ -73,11 +73,6 @@ def compare_optimizers(frame: pd.DataFrame) -> str:
     )
 
 
-def _name_beta2(ax: Axes, places: dict[float, int]) -> None:
-    ax.set(xlabel="beta2", xlim=(-0.5, len(places) - 0.5))
-    ax.set_xticks(list(places.values()), [f"{beta2:g}" for beta2 in places])
-
-
 def highest(runs: Runs) -> pd.DataFrame:
     """The height of the highest loss spike of each run, 0 without one."""
     heads = measures.named_heads(runs, ("intervention.name", "optimizer.beta2"))
