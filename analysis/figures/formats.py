@@ -63,16 +63,6 @@ def _bits(operand: Operand) -> float:
     return (1 + int(parts[1]) + int(parts[2]) if parts else 8) + scale
 
 
-def most_first(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The formats with the most bits first."""
-    return [("", frame.sort_values("bits", ascending=False, kind="stable"))]
-
-
-def name_with_bits(head: pd.Series) -> str:
-    """`fp8 tensor-wise, StableAdamW, simulated, 8 bits`."""
-    return f"{named_by_exception(head)}, {round(head['bits'], 2):g} bits"
-
-
 def lowest_format(frame: pd.DataFrame) -> str:
     """The title of `formats`: the recipe with the lowest mean R@1, and how many have fewer bits."""
     means = frame.groupby(["precision", "bits"])["recall"].mean().dropna()
@@ -90,8 +80,8 @@ FIGURES = {
         same_but=("precision.label",),
         table=by_bits,
         values=SCORES,
-        blocks=most_first,
-        name=name_with_bits,
+        blocks=lambda frame: [("", frame.sort_values("bits", ascending=False, kind="stable"))],
+        name=lambda head: f"{named_by_exception(head)}, {round(head['bits'], 2):g} bits",
         title=lowest_format,
         shows=measures.comparing("precision", value="recall"),
         text="Bits: the mean over the operands of a layer's three products, "

@@ -22,11 +22,6 @@ KINDS = {"before the RMS spike": spike_marks.OTHER, "at its step": style.RMS,
 OF_A_LEAD = ("num_spikes", "num_large", "by_chance")
 
 
-def once_that_reach(heads: pd.DataFrame) -> pd.DataFrame:
-    """AdamW's rows in which RMS_t can reach the threshold; one of runs that agree in everything."""
-    return comparison.distinct(spike_marks.reaching_threshold(heads))
-
-
 def leads(runs: Runs) -> pd.DataFrame:
     """One row per run, side from which loss spikes are counted, and lead.
 
@@ -173,7 +168,7 @@ FIGURES = {
     "lead_histogram": Panels(
         studies=("stability", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch"),
         same_but=ANYTHING,
-        where=once_that_reach,
+        where=lambda heads: comparison.distinct(spike_marks.reaching_threshold(heads)),
         table=leads,
         plots=(plot_leads,),
         facet=by("counted_from", lambda _: ""),  # the axes name it

@@ -108,11 +108,6 @@ RECORDED = ["loss", "loss_scale", "skipped_tensors"]
 SKIPS = {"dynamic": "skipped steps", "fixed": "steps that skip tensors"}
 
 
-def with_scaler(heads: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `Runs.runs` with a loss scaler."""
-    return heads[heads["scaler.name"] != "none"]
-
-
 def around_highest(runs: Runs) -> pd.DataFrame:
     """One row per step around the highest loss spike, at step `spike`, of each run.
 
@@ -215,7 +210,7 @@ FIGURES = {
     ),
     "loss_scaler": Panels(
         studies=("loss_scaler",),
-        where=with_scaler,
+        where=lambda heads: heads[heads["scaler.name"] != "none"],
         table=around_highest,
         plots=(plot_around,),
         title=compare_scalers,
