@@ -2,7 +2,6 @@
 
 import itertools
 import textwrap
-from collections.abc import Collection
 
 import numpy as np
 import pandas as pd
@@ -268,9 +267,9 @@ def _name_ends(
                     arrowprops=join | {"relpos": (0, 0.5)})  # fmt: skip
 
 
-def legend_below(canvas: Figure, axes: list[Axes], order: Collection[str] = ()) -> None:
+def legend_below(canvas: Figure, axes: list[Axes]) -> None:
     """One legend under the panels, which makes the figure higher; shared names appear once."""
-    named = dict.fromkeys(order)
+    named = {}
     for ax in axes:
         handles, labels = ax.get_legend_handles_labels()
         named |= dict(zip(labels, handles, strict=True))

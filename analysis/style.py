@@ -56,12 +56,12 @@ def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, floa
 def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
     """The color of a constant beta2 where lines differ by it: dark 0.5 to bright 0.999."""
     averaged = math.log10(1 / (1 - beta2))  # of steps: 0.3 of 0.5, 3 of 0.999
-    return _of_map("plasma", 0.85 * (averaged - 0.3) / 2.7, variant)
+    return setting_color(averaged - 0.3, 2.7, variant)
 
 
-def setting_color(variant: float, last: int) -> tuple[float, float, float]:
+def setting_color(number: float, last: float, variant: int = 0) -> tuple[float, float, float]:
     """The color of a setting, numbered from 0 to `last`, where all lines share a method."""
-    return _of_map("plasma", 0.85 * variant / last)
+    return paler(matplotlib.colormaps["plasma"](0.85 * number / last)[:3], variant)
 
 
 def paler(shade: str | tuple, variant: int) -> tuple[float, float, float]:
@@ -77,10 +77,6 @@ def tones(shade: str | tuple, num: int) -> list[tuple[float, float, float]]:
         tuple(part + ((share > 0) - part) * abs(share) for part in to_rgb(shade))
         for share in shares
     ]
-
-
-def _of_map(name: str, at: float, variant: int = 0) -> tuple[float, float, float]:
-    return paler(matplotlib.colormaps[name](at)[:3], variant)
 
 
 def line_style(optimizer: str) -> str | tuple:
