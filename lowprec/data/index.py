@@ -34,13 +34,11 @@ def open_shards(
     *,
     name: str = "data.train",
     accept: bool = False,
-    num_processes: int | None = None,
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 
     The index is in the folder `index`, or in `.index` beside each shard. Shards that are missing,
     changed or new since the index was made are refused, unless `accept` takes them as the new set.
-    `num_processes` defaults to one per core, and to fewer for small sets.
 
     A catalog that cannot be read is reported and made again: changes are not noticed then.
 
@@ -61,7 +59,7 @@ def open_shards(
         if os.path.exists(file) and not accept:
             unnoticed = "the set is indexed anew; changes since it was indexed are not noticed"
             print(f"{name}: {file} cannot be read ({error}): {unnoticed}", file=sys.stderr)
-    _index_all(sources, files, catalog, num_processes, name)
+    _index_all(sources, files, catalog, name)
     if promised:
         _refuse_changes(promised, _digests(catalog), name, pattern)
     with contextlib.suppress(OSError, RunError):  # read-only or no locks: the next start looks
@@ -109,13 +107,7 @@ def _short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _index_all(
-    sources: list[str],
-    files: list[Path],
-    catalog: np.ndarray,
-    num_processes: int | None,
-    name: str,
-) -> None:
+def _index_all(sources: list[str], files: list[Path], catalog: np.ndarray, name: str) -> None:
     """Fills in samples and digest of each shard; a ValueError names all unreadable shards."""
     entries = list(map(_read_entry, sources, files))
     stale = [row for row, entry in enumerate(entries) if entry is None]
@@ -130,8 +122,7 @@ def _index_all(
                     f"the index cannot be written to {folder} ({reason}): set data.index=DIR"
                 ) from error
         worth = 1 + int(catalog["bytes"][stale].sum()) // WORTH
-        num_processes = num_processes or min(num_cores(), worth)
-        indexed = run_jobs(_index_shard, jobs, num_processes, f"indexing {name}")
+        indexed = run_jobs(_index_shard, jobs, min(num_cores(), worth), f"indexing {name}")
     for row, entry in zip(stale, indexed, strict=True):
         entries[row] = entry
     if faults := [entry for entry in entries if isinstance(entry, str)]:

@@ -79,16 +79,15 @@ def render_shapes(
     swapped: bool = False,
     image_size: int = 64,
     seed: int = 0,
-    num_processes: int | None = None,
 ) -> None:
     """Writes the data set: `out/train-0000.tar`, ..., `out/val-0000.tar`, ..., names and prompts.
 
     Shards are in webdataset's layout, KEY.jpg (RGB), KEY.txt (caption) and KEY.cls (class index),
     and are renamed into place when complete. Line n of classnames.txt, from 0, names class n;
     templates.txt holds one prompt a line with {} for the class name. A smaller set is the beginning
-    of a larger one. The bytes do not depend on `num_processes` (default: one per core); another
-    build of Pillow's libjpeg may encode the same pixels differently. Raises ValueError if `out`
-    holds shards of a larger data set.
+    of a larger one. The bytes do not depend on the number of cores; another build of Pillow's
+    libjpeg may encode the same pixels differently. Raises ValueError if `out` holds shards of a
+    larger data set.
     """
     scenes = {
         "train": [(index, False) for index in range(num_train)],
@@ -108,7 +107,7 @@ def render_shapes(
         durable.replace(out / name, "".join(f"{line}\n" for line in lines).encode())
     write = partial(_write_shard, image_size=image_size, seed=seed)
     try:
-        run_jobs(write, jobs, num_processes or num_cores(), f"rendering {out}")
+        run_jobs(write, jobs, num_cores(), f"rendering {out}")
     finally:
         for left in out.glob("*.tar.partial"):
             left.unlink(missing_ok=True)

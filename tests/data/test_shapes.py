@@ -92,7 +92,8 @@ def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, "SAMPLES_PER_SHARD", 4)
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        render_shapes(out, num_train=10, num_val=4, image_size=16, num_processes=processes)
+        monkeypatch.setattr(shapes, "num_cores", lambda num=processes: num)
+        render_shapes(out, num_train=10, num_val=4, image_size=16)
     assert digests(tmp_path / "1") == digests(tmp_path / "2")
     assert len(list(out.glob("*.tar"))) == 4
     keys = [name for path in sorted(out.glob("*.tar")) for name, _ in read_members(path)]
