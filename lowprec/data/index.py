@@ -48,12 +48,13 @@ def open_shards(
     """
     sources = expand(pattern, name)
     files = [_index_file(source, index) for source in sources]
-    catalog, file = _catalog_of(sources), _catalog_file(files, pattern)
+    catalog = _catalog_of(sources)
+    file = files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
     promised = {}
     try:
         recorded = load_sealed(file)[0]
         promised = {} if accept else _digests(recorded)
-        if promised and _has_same_files(recorded, catalog):
+        if promised and all(np.array_equal(recorded[n], catalog[n]) for n in ("path", *STAMP)):
             return Shards(sources, files, recorded)
     except (OSError, ValueError) as error:
         if os.path.exists(file) and not accept:
@@ -76,15 +77,6 @@ def _catalog_of(sources: list[str]) -> np.ndarray:
     for row, source in enumerate(sources):
         catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
     return catalog
-
-
-def _has_same_files(a: np.ndarray, b: np.ndarray) -> bool:
-    return all(np.array_equal(a[name], b[name]) for name in ("path", *STAMP))
-
-
-def _catalog_file(files: list[Path], pattern: str) -> Path:
-    """The catalog of a pattern, beside the index of its first shard."""
-    return files[0].parent / f"catalog-{_short_digest(os.path.abspath(pattern))}.npy"
 
 
 def _digests(catalog: np.ndarray) -> dict[bytes, bytes]:
