@@ -44,10 +44,7 @@ MODEL = tuple(key for key in KEY if key.startswith("model.") and key not in NO_S
 BELONGS = {  # varied setting: those that change with it
     "model.name": MODEL,
     "precision.label": ("precision.recipe", PRODUCTS, "precision.outlier_threshold"),
-    "optimizer.name": (
-        *CLIPPING,
-        *("optimizer.min_8bit_size", "optimizer.override_32bit"),
-    ),
+    "optimizer.name": (*CLIPPING, *("optimizer.min_8bit_size", "optimizer.override_32bit")),
     "optimizer.on_warning.action": tuple(key for key in KEY if "on_warning." in key),
 }
 OF_AUTOCAST = ("precision.autocast", "scaler.name", "scaler.init_scale", "scaler.max_skips")

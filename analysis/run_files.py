@@ -18,12 +18,7 @@ from upath import UPath
 from lowprec.config.check import REMOVED, allows
 from lowprec.config.schema import MAPS, Config, PrecisionConfig, is_sampled
 from lowprec.runs import read
-from lowprec.runs.tables import (
-    MAX_BYTES,
-    TABLES,
-    read_parquet,
-    read_tensors,
-)
+from lowprec.runs.tables import MAX_BYTES, TABLES, read_parquet, read_tensors
 
 TYPES = {
     "timing": {"attempt": int, "wall_s": float, "images_per_s": float, "data_wait": float},

@@ -10,12 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import comparison, measures, naming
-from analysis.figures.scores import (
-    MEASURES,
-    SCORES,
-    named_by_exception,
-    scores,
-)
+from analysis.figures.scores import MEASURES, SCORES, named_by_exception, scores
 from analysis.load import Runs
 from analysis.points import Rows
 from lowprec.nn.recipe import RECIPES, Operand

@@ -29,11 +29,7 @@ WORTH = 2**24  # bytes of shards that justify one more process
 
 
 def open_shards(
-    pattern: str,
-    index: str | None = None,
-    *,
-    name: str = "data.train",
-    accept: bool = False,
+    pattern: str, index: str | None = None, *, name: str = "data.train", accept: bool = False
 ) -> Shards:
     """Opens all shards of a pattern, after indexing new ones under a lock.
 

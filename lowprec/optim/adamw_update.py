@@ -153,11 +153,7 @@ class PlainStep:
         return self.shards.totals(MomentSums, sums)
 
     def update(
-        self,
-        h: Hyperparameters,
-        factor: Tensor,
-        sizes: Tensor,
-        is_clipped: bool,
+        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
     ) -> tuple[Tensor, StepSums]:
         """Updates moments and parameters; returns RMS_t and sums over them, [tensors] each.
 

@@ -66,11 +66,7 @@ class FusedStep:
         return MomentSums(*self.shards.reduce(totals, MomentSums.num_sums).unbind(1))
 
     def update(
-        self,
-        h: Hyperparameters,
-        factor: Tensor,
-        sizes: Tensor,
-        is_clipped: bool,
+        self, h: Hyperparameters, factor: Tensor, sizes: Tensor, is_clipped: bool
     ) -> tuple[Tensor, StepSums]:
         """See `PlainStep.update`."""
         factor = factor.expand_as(h.apply)

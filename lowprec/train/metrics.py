@@ -54,11 +54,7 @@ class MetricsBuffer:
     """
 
     def __init__(
-        self,
-        built: Built,
-        record: Record,
-        logger: Logger,
-        on_flush: Callable[[dict], None],
+        self, built: Built, record: Record, logger: Logger, on_flush: Callable[[dict], None]
     ):
         config = built.config
         self.config, self.record, self.world = config, record, built.world

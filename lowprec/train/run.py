@@ -175,14 +175,7 @@ def _attempt(
         "layout": built.layout(),
     }
     progress.doing("compiling" if config.compile else "")
-    ended = train(
-        built,
-        record,
-        provenance=provenance,
-        progress=progress,
-        logger=logger,
-        stop=stop,
-    )
+    ended = train(built, record, provenance=provenance, progress=progress, logger=logger, stop=stop)
     return ended, logger
 
 

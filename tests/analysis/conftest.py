@@ -11,12 +11,7 @@ from matplotlib.figure import Figure
 
 from analysis import load_runs
 from analysis.load import load_all
-from lowprec.config.schema import (
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-)
+from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from lowprec.runs.identity import directory
 from lowprec.runs.read import encode_row
 from lowprec.runs.record import Record

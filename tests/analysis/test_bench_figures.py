@@ -9,12 +9,7 @@ import pytest
 
 from analysis import bench, make, paper
 from analysis.bench import load_lines
-from analysis.figures import (
-    end_to_end_speed,
-    op_profile,
-    quantize_share,
-    weak_scaling,
-)
+from analysis.figures import end_to_end_speed, op_profile, quantize_share, weak_scaling
 from analysis.load import NoRunsError
 from tests.analysis.conftest import drawn, legend, write_rows
 

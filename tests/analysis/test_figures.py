@@ -8,12 +8,7 @@ import pandas as pd
 import pytest
 
 from analysis import load_runs, make, paper
-from analysis.figures import (
-    FIGURES,
-    formats,
-    loss_curves,
-    losses,
-)
+from analysis.figures import FIGURES, formats, loss_curves, losses
 from analysis.figures.scores import largest_features
 from analysis.measures import RECALL, VALIDATION_LOSS
 from lowprec.config.schema import InterventionConfig, PrecisionChangeConfig

@@ -17,13 +17,7 @@ from analysis.style import save, style
 from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ScalerConfig, SpikeConfig
 from lowprec.runs.read import encode_row
 from tests.analysis.conftest import write_rows
-from tests.analysis.test_bench_figures import (
-    DEVICE,
-    line,
-    model_lines,
-    op_lines,
-    scale_lines,
-)
+from tests.analysis.test_bench_figures import DEVICE, line, model_lines, op_lines, scale_lines
 from tests.analysis.test_block_figures import noises
 from tests.analysis.test_paired_branches import write_steps
 from tests.analysis.test_point_of_no_return import replays, write_table

@@ -11,21 +11,8 @@ import pytest
 from scipy import stats
 
 from analysis import evidence, load_runs, measures, paper
-from analysis.figures import (
-    attention_logits,
-    feature_size,
-    rounding,
-)
-from tests.analysis.results import (
-    CLAIMS,
-    PAGE,
-    README,
-    RESULTS,
-    ROOT,
-    numbers,
-    rows_of,
-    words_of,
-)
+from analysis.figures import attention_logits, feature_size, rounding
+from tests.analysis.results import CLAIMS, PAGE, README, RESULTS, ROOT, numbers, rows_of, words_of
 from tests.analysis.test_spike_claims import permuted
 
 LINES = (ROOT / "experiments" / "RESULTS.md").read_text().splitlines()

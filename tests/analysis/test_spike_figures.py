@@ -22,12 +22,7 @@ from analysis.load import NoRunsError
 from analysis.measures import RECALL
 from analysis.spike_marks import at_main_rate
 from lowprec.clip.model import build_model
-from lowprec.config.schema import (
-    DiagnosticsConfig,
-    InterventionConfig,
-    ModelConfig,
-    SpikeConfig,
-)
+from lowprec.config.schema import DiagnosticsConfig, InterventionConfig, ModelConfig, SpikeConfig
 from lowprec.diagnostics.spikes import Protocol
 from tests.analysis.conftest import drawn, spiking, write_rows
 

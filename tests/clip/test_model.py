@@ -9,12 +9,7 @@ from omegaconf import OmegaConf
 
 from lowprec.clip import open_clip, vision
 from lowprec.clip.export import read_weights, write_weights
-from lowprec.clip.model import (
-    Normalize,
-    build_model,
-    contrastive_loss,
-    set_precision,
-)
+from lowprec.clip.model import Normalize, build_model, contrastive_loss, set_precision
 from lowprec.clip.vision import PatchDropout
 from lowprec.config.compose import CONF
 from lowprec.config.schema import ModelConfig, PrecisionConfig

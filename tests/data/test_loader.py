@@ -16,15 +16,7 @@ from lowprec.clip import open_clip
 from lowprec.clip.text import Tokenizer
 from lowprec.data import loader
 from lowprec.data.index import open_shards
-from lowprec.data.loader import (
-    AREA,
-    CROP_WORDS,
-    RATIO,
-    Batches,
-    decode_image,
-    iterate,
-    random_box,
-)
+from lowprec.data.loader import AREA, CROP_WORDS, RATIO, Batches, decode_image, iterate, random_box
 from lowprec.data.order import AUGMENTATION, SampleOrder, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.workers import ahead

@@ -267,12 +267,7 @@ def memory_of(action):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [
-        ("txt", "more than 8,192"),
-        ("png", "more than 524,288"),
-        ("cls", None),
-        ("json", None),
-    ],
+    [("txt", "more than 8,192"), ("png", "more than 524,288"), ("cls", None), ("json", None)],
 )
 def test_small_archives_that_unpack_to_much_fill_no_memory(put_file, monkeypatch, kind, reason):
     monkeypatch.setattr(loader, "LARGEST_IMAGE", 2**19)

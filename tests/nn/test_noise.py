@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from lowprec.formats import E4M3, E5M2, INT8, parse_format
-from lowprec.nn.noise import (
-    dot_error_variance,
-    error_variance,
-    operand_noise,
-    sqnr_db,
-)
+from lowprec.nn.noise import dot_error_variance, error_variance, operand_noise, sqnr_db
 from lowprec.ops import reference
 
 FORMATS = [INT8, E4M3, E5M2, parse_format("e3m2")]

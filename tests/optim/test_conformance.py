@@ -7,14 +7,7 @@ import torch
 
 import lowprec.clip  # noqa: F401 (before timm, which imports torchvision)
 from experiments.benchmarks.peers import library_optimizer
-from tests.optim.conformance import (
-    BETAS,
-    TOLERANCES,
-    WEIGHT_DECAY,
-    Rule,
-    explain,
-    run_optimizer,
-)
+from tests.optim.conformance import BETAS, TOLERANCES, WEIGHT_DECAY, Rule, explain, run_optimizer
 
 COMMON = {"betas": BETAS, "eps": 1e-6, "weight_decay": WEIGHT_DECAY}
 stable_adamw = partial(library_optimizer, name="StableAdamW", **COMMON)
@@ -49,8 +42,7 @@ CASES = {  # package, builder, device, rule
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=pytest.mark.gpu) if CASES[c][2] == "cuda" else c for c in CASES],
+    "case", [pytest.param(c, marks=pytest.mark.gpu) if CASES[c][2] == "cuda" else c for c in CASES]
 )
 @pytest.mark.filterwarnings("ignore:Parameter `foreach` is deprecated:DeprecationWarning")  # optimi
 def test_each_installed_implementation_follows_its_rule(case):

@@ -11,14 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec.optim import StableAdamW
 from lowprec.optim.clipping import SkipStep, ZClip
-from tests.optim.optimizers import (
-    RULE,
-    assert_close,
-    assert_equal,
-    make_params,
-    params_of,
-    take,
-)
+from tests.optim.optimizers import RULE, assert_close, assert_equal, make_params, params_of, take
 
 ADAMW = {**RULE, "weight_decay": 0.1}
 

@@ -10,15 +10,7 @@ from lowprec.optim.adamw_update import Tensors
 from lowprec.optim.state import TENSORS
 from lowprec.runs.read import scan_rows
 from lowprec.train import loop
-from tests.optim.optimizers import (
-    COPIES,
-    HALF,
-    RULE,
-    assert_equal,
-    make_groups,
-    params_of,
-    take,
-)
+from tests.optim.optimizers import COPIES, HALF, RULE, assert_equal, make_groups, params_of, take
 from tests.same import contents, differing, recorded
 
 BITS = {"optim_bits": 8, "min_8bit_size": 300}

@@ -13,12 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowprec.runs.attempts import CheckpointError
-from lowprec.train.checkpoint import (
-    list_checkpoints,
-    newest_checkpoint,
-    save_checkpoint,
-    verify,
-)
+from lowprec.train.checkpoint import list_checkpoints, newest_checkpoint, save_checkpoint, verify
 
 
 @pytest.fixture(scope="module")
