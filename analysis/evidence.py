@@ -24,13 +24,8 @@ LEVEL, TWO_ONE_SIDED = 0.95, 0.9  # of intervals; the second for equivalence
 ALPHA = 0.05  # of tests, after Holm's correction
 UPPER, MOST_SEEDS = 0.8, 1000  # of `num_seeds`
 SPIKES, FOLLOWING, HIGHEST = "num_loss_spikes", "num_following", "highest"
-KNOWN_BY = (
-    "model.name",
-    "batch_size",
-    "num_steps",
-    "optimizer.name",
-    "optimizer.lr",
-)  # a planned run
+# what a planned run is known by
+KNOWN_BY = ("model.name", "batch_size", "num_steps", "optimizer.name", "optimizer.lr")
 LARGE = "num_large"  # loss spikes over `spike_marks.LARGE` nats
 
 # The margins of the verdicts, which `Claim.margin` words.

@@ -133,8 +133,9 @@ def with_setting(heads: pd.DataFrame, settings: list[str]) -> list[str]:
     return [", ".join(method) + end for method, end in zip(methods, ends, strict=True)]
 
 
-def by_intervention(heads: pd.DataFrame) -> pd.DataFrame:
-    """Runs by model and intervention, in the order of the style; labels name the intervention."""
+def by_intervention(runs: Runs) -> pd.DataFrame:
+    """`named_heads` by model and intervention, as the style orders them; labels name the latter."""
+    heads = named_heads(runs, ("intervention.name",))
     names = [naming.setting("intervention.name", name) for name in heads["intervention"]]
     rank = heads["intervention"].map(lambda name: naming.rank(name, naming.INTERVENTIONS))
     heads = heads.assign(label=with_setting(heads, names), rank=rank)

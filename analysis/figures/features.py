@@ -12,14 +12,12 @@ from analysis.load import NoRunsError, Runs
 from analysis.points import Rows
 from analysis.run_files import as_path
 
-OF_INTERVENTIONS = ("intervention.name",)
 DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
 
 
 def magnitudes(runs: Runs) -> pd.DataFrame:
     """One row per block of each run at the first and at the last recorded step (`at`)."""
-    heads = measures.by_intervention(measures.named_heads(runs, OF_INTERVENTIONS))
-    return measures.first_and_last_features(runs, heads)
+    return measures.first_and_last_features(runs, measures.by_intervention(runs))
 
 
 def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
@@ -126,9 +124,8 @@ BELOW = 0.001  # share of the gradients, the smallest, that the axes leave out
 
 def gradients(runs: Runs) -> pd.DataFrame:
     """One row per recorded step and block: exactly what is plotted."""
-    heads = measures.by_intervention(measures.named_heads(runs, OF_INTERVENTIONS))
-    columns = ("block", "step", "gradient", "gradient_smoothed")
-    return measures.by_run(runs, heads, (*measures.OF_A_RUN, *columns), _gradients)
+    columns = (*measures.OF_A_RUN, "block", "step", "gradient", "gradient_smoothed")
+    return measures.by_run(runs, measures.by_intervention(runs), columns, _gradients)
 
 
 def _gradients(run: Runs, head: dict) -> pd.DataFrame:
