@@ -57,7 +57,7 @@ class SnapshotRecorder:
         """
         if self.enabled:
             remove_leftovers(self.run / "snapshots")
-            for path in list_snapshots(self.run):
+            for path in saved_steps(self.run / "snapshots"):
                 if step_of(path) > step:
                     shutil.rmtree(path)
             self.snapshots = [Snapshot(step, self.state.files())]
@@ -94,17 +94,12 @@ class SnapshotRecorder:
             print(f"warning: snapshot of the {what} at step {step}: {error}")
 
 
-def list_snapshots(run: Path) -> list[Path]:
-    """Committed snapshots of a run, oldest first."""
-    return saved_steps(run / "snapshots")
-
-
 def state_before(run: Path, step: int, margin: int) -> tuple[Path, dict]:
     """The newest intact snapshot or checkpoint at least `margin` steps before a step; its manifest.
 
     If none is that early, the oldest at least 2 steps earlier. CheckpointError if there is none.
     """
-    states = sorted([*list_snapshots(run), *list_checkpoints(run)], key=step_of)
+    states = sorted([*saved_steps(run / "snapshots"), *list_checkpoints(run)], key=step_of)
     earlier = [path for path in states if step_of(path) < step - 1]
     early = [path for path in earlier if step_of(path) <= step - margin]
     for path in [*reversed(early), *(path for path in earlier if path not in early)]:

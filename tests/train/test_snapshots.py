@@ -2,9 +2,9 @@
 
 import pytest
 
-from lowprec.runs.attempts import CheckpointError, step_of
+from lowprec.runs.attempts import CheckpointError, saved_steps, step_of
 from lowprec.train.checkpoint import save_checkpoint, verify
-from lowprec.train.snapshots import Snapshot, SnapshotRecorder, list_snapshots, state_before
+from lowprec.train.snapshots import Snapshot, SnapshotRecorder, state_before
 
 RECORDED = {
     "diagnostics.spikes.ignore_steps": 4,
@@ -32,7 +32,7 @@ def contents(folder):
 def test_a_snapshot_is_the_checkpoint_of_its_step(make_config, run_once, shaken, tmp_path):
     config, provenance = make_config(RECORDED | {"model.patch_dropout": 0.5}), {"code": {"a": "1"}}
     run_once(config, tmp_path / "with", spoil=shaken({14}), provenance=provenance)
-    [snapshot] = list_snapshots(tmp_path / "with")
+    [snapshot] = saved_steps(tmp_path / "with" / "snapshots")
     assert step_of(snapshot) == 12 and verify(snapshot)["provenance"] == provenance
     twin = tmp_path / "with" / "checkpoints" / snapshot.name
     assert contents(snapshot) == contents(twin) and len(contents(snapshot)) == 5
@@ -50,7 +50,7 @@ def test_rms_spikes_have_snapshots_if_asked(make_config, run_once, shaken, tmp_p
     quiet = {"diagnostics.spikes.loss_sigmas": 1e6, "diagnostics.spikes.rms_threshold": 1.5}
     config = make_config(RECORDED | quiet | {"diagnostics.recorder.rms": asked})
     run_once(config, tmp_path, spoil=shaken({14}))
-    assert bool(list_snapshots(tmp_path)) == asked
+    assert bool(saved_steps(tmp_path / "snapshots")) == asked
     assert ("to replay the RMS spike of" in capsys.readouterr().out) == asked
 
 
@@ -64,7 +64,7 @@ def test_only_the_newest_snapshots_stay_and_a_divergence_has_one(
     config = make_config(RECORDED | {"num_steps": 26, "diagnostics.recorder.keep": 2})
     ended, _ = run_once(config, tmp_path, spoil=spoil)
     assert (ended.state, ended.step) == ("diverged", 22)
-    assert steps_of(list_snapshots(tmp_path)) == [12, 18]
+    assert steps_of(saved_steps(tmp_path / "snapshots")) == [12, 18]
     assert len(list((tmp_path / "snapshots").iterdir())) == 2
     assert "to replay the divergence at step 22" in capsys.readouterr().out
 
@@ -72,7 +72,7 @@ def test_only_the_newest_snapshots_stay_and_a_divergence_has_one(
 def test_a_resume_writes_a_lost_snapshot_again(make_config, run_once, shaken, tmp_path):
     config = make_config(RECORDED | {"save_every": 20})
     run_once(config, tmp_path, spoil=shaken({14}), kill_at=18)
-    [snapshot] = list_snapshots(tmp_path)
+    [snapshot] = saved_steps(tmp_path / "snapshots")
     before = contents(snapshot)
     for name in ("step_000000016", ".tmp.step_000000016"):
         snapshot.with_name(name).mkdir()
