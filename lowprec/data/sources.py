@@ -142,12 +142,7 @@ def read_lines(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def data_faults(config: Config, training: bool) -> list[str]:
-    """What a run needs of its data and cannot find here: shards, URLs, names of classes."""
-    return [*_shard_faults(config, training), *_names_faults(config)]
-
-
-def _shard_faults(config: Config, training: bool) -> list[str]:
+def shard_faults(config: Config, training: bool) -> list[str]:
     """Patterns of shards that match no file, or URLs that cannot be opened here."""
     faults, streaming = [], training and config.data.name == "stream"
     patterns = {"data.train": config.data.train} if training else {}
@@ -171,7 +166,7 @@ def _shard_faults(config: Config, training: bool) -> list[str]:
     return faults
 
 
-def _names_faults(config: Config) -> list[str]:
+def names_faults(config: Config) -> list[str]:
     """Files of class names and templates that are missing or that no evaluation can use."""
     faults, tasks = [], config.evaluation.name
     is_needed = tasks in ("zero_shot", "both") and not will_render(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import LOGGERS, Config
-from lowprec.data.sources import data_faults
+from lowprec.data.sources import names_faults, shard_faults
 from lowprec.nearest import nearest_path, runs_inside
 from lowprec.train.ranks import place
 
@@ -19,7 +19,7 @@ def preflight(config: Config, *, training: bool = True, planned: int | None = No
     `planned` is the number of processes that a launcher will start for the run, if it differs from
     the current number.
     """
-    faults = data_faults(config, training) + _package_faults(config)
+    faults = shard_faults(config, training) + names_faults(config) + _package_faults(config)
     if config.model.init_from and not _has_weights(Path(config.model.init_from)):
         faults.append(
             f"model.init_from={config.model.init_from}: no weights there; a run, a checkpoint, a "
