@@ -1,4 +1,6 @@
-"""Triton kernels for `reference.quantize`, with bit-identical results.
+"""Triton kernels for `reference.quantize`.
+
+Results are bit-identical, but for what `triton_rounding.times_inverse` says.
 
 Quantization row-wise and by tile ("1x128") reads the input once. Column- and tensor-wise
 quantization read it twice (maxima, then quotients) and can store the result as it is, transposed or

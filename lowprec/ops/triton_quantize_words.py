@@ -2,7 +2,7 @@
 
 Transposed tiles are stored as words of four rows: words are transposed faster than bytes. If both
 are wanted, neighboring programs read the same 128x128 numbers, all but the first from the cache.
-Bit-identical to `reference.quantize`.
+Bit-identical to `reference.quantize`, but for what `triton_rounding.times_inverse` says.
 """
 
 import torch
@@ -19,6 +19,16 @@ from lowprec.ops.triton_sum import sum_parts
 
 HALF = 64  # rows or columns of the tile that a program quantizes
 MAX_SIZE = 65_535 * 128  # a grid's second and third axis; offsets within a tile then fit int32
+PACK_E4M3, PACK_E5M2 = (  # four numbers into a word, of which a mask keeps all or nothing
+    tl.constexpr(f"""{{
+        .reg .b16 low, high; .reg .b32 word;
+        cvt.rn.satfinite.{name}x2.f32 low, $2, $1;
+        cvt.rn.satfinite.{name}x2.f32 high, $4, $3;
+        mov.b32 word, {{low, high}};
+        and.b32 $0, word, $5;
+    }}""")
+    for name in ("e4m3", "e5m2")
+)
 
 
 @triton.jit
@@ -29,22 +39,7 @@ def _word(q0, q1, q2, q3, is_usable, Q: tl.constexpr):
         word = _byte(q0, 0, Q) | _byte(q1, 1, Q) | _byte(q2, 2, Q) | _byte(q3, 3, Q)
         return tl.where(is_usable, word, 0)
     mask = tl.broadcast_to(tl.where(is_usable, -1, 0), q0.shape)
-    if Q == tl.float8e4nv:
-        code: tl.constexpr = """{
-            .reg .b16 low, high; .reg .b32 word;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 word, {low, high};
-            and.b32 $0, word, $5;
-        }"""
-    else:
-        code: tl.constexpr = """{
-            .reg .b16 low, high; .reg .b32 word;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 word, {low, high};
-            and.b32 $0, word, $5;
-        }"""
+    code: tl.constexpr = PACK_E4M3 if Q == tl.float8e4nv else PACK_E5M2
     operands = [q0, q1, q2, q3, mask]
     return tl.inline_asm_elementwise(code, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
 

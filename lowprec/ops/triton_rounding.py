@@ -32,7 +32,8 @@ def times_inverse(x, scale, inverse):
     """The quotient x / scale, correctly rounded, for a normal scale and its inverse.
 
     One division per element would make the kernels compute-bound. -0 becomes 0, and scales below
-    2^-86 may give the number next to the quotient: x - q * scale may be too small for float32.
+    2^-86 may give the number next to the quotient: x - q * scale may be too small for float32. So
+    may three pairs of significands, whose quotients are far from the ties of 8 bits.
     """
     q = x * inverse
     # x - q * scale is exact in one fma, so that adding its quotient rounds q only once, as an IEEE

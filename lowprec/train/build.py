@@ -321,7 +321,7 @@ def _replicate(model: nn.Module, config: Config) -> DistributedDataParallel:
     options = {
         "device_ids": [device] if device.type == "cuda" else None,
         "gradient_as_bucket_view": True,
-        # torch's 25 MiB cut ViT-H/14 into 157 buckets, whose launches cost more than they hide
+        # torch's 25 MiB cut ViT-H/14 into 135 buckets, whose launches cost more than they hide
         "bucket_cap_mb": size_mib / 40 if size_mib > 1000 else None,
         # of micro-batches, only the last averages gradients
         "static_graph": config.accumulate == 1,
