@@ -17,8 +17,8 @@ def test_statistics_that_the_state_does_not_give_are_nan(build):
 
 
 @pytest.mark.parametrize("clip_norm", [None, 25.0])
-def test_parameters_move_as_under_each_optimizer_alone(clip_norm, build):
-    decayed, others = make_groups()
+def test_parameters_move_as_under_each_optimizer_alone(clip_norm, build, device):
+    decayed, others = make_groups(device=device)
     hidden = [p for _, p in decayed["params"]]
     options = {"lr": RULE["lr"], "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     muon = torch.optim.Muon(hidden, **options)
