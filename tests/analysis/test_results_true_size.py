@@ -5,8 +5,9 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis import evidence, measures, naming, paper, run_files, size_judges
+from analysis import evidence, measures, naming, paper, run_files, size_judges, spike_marks
 from analysis.figures import recipes_by_size
+from lowprec.diagnostics.spikes import rms_spikes
 from tests.analysis.results import PAGE, README, numbers, rows_of, words_of
 
 LAST = {"vit_b14": 11, "vit_l14": 23, "vit_h14": 31}  # last vision block
@@ -372,3 +373,31 @@ def test_noise_of_weight_gradients_is_that_of_the_records(sized):
     shares = zeros.loc["llm_int8"]
     text = "rounds {:.0%}, {:.0%} and {:.0%} of the elements of the output gradient to 0 ({:.0%} at"
     assert text.format(*shares.loc[375, terms], shares.loc[1500, 9728]) in page
+
+
+@pytest.mark.slow
+def test_spikes_at_true_size_are_those_of_the_records(everything):
+    at = everything.summaries
+    runs = everything.where((at["scale"] == "true_size") & (at["experiment"] == "stability"))
+    heads = measures.with_scores(runs, runs.summaries).set_index("run")
+    expected, early = {}, []
+    for name, head in heads.iterrows():
+        protocol = spike_marks.protocol_of_run(head)
+        series = spike_marks.read_series(runs.only(name), spike_marks.TENSOR)
+        loss, rms = pd.Series(series.loss), series.rms_of(spike_marks.TENSOR)
+        median = loss.rolling(21, center=True).median()[100:]
+        spikes = spike_marks.spike_table(series, protocol)
+        cells = [f"{one.step}, {one.height:.1f}" for one in spikes.itertuples()] or ["none"]
+        num_rms = rms_spikes(rms, protocol).sum()
+        cells += [f"{(median - median.cummin()).max():.2f}", str(num_rms)]
+        cells += [f"{rms[100:].max():.1f}", f"{head['validation_loss']:.3f}"]
+        key = tuple(head[["optimizer.name", "optimizer.lr", "optimizer.beta2"]])
+        expected[key] = [*cells, f"{head['recall']:.1f}"]
+        early.append(loss[149])
+    names = {"AdamW": ("adamw", 5e-4), "StableAdamW": ("stable_adamw", 5e-4)}
+    names["AdamW, learning rate 2.5e-4"] = ("adamw", 2.5e-4)
+    names["AdamW, gradient norm clipped at 1.0"] = ("adamw_clip", 5e-4)
+    rows = rows_of("| optimizer of ViT-L/14 | beta2 |")
+    assert {(*names[name], float(beta2)): cells for name, beta2, *cells in rows} == expected
+    ends = f"{min(early):.1f} to {max(early):.1f}"
+    assert f"ten runs learn: the loss at step 150 is {ends}" in words_of("true_size")
