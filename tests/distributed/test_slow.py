@@ -48,7 +48,8 @@ def test_captured_steps_of_two_gpus_record_what_eager_ones_do(make, tmp_path, na
         )
         for configs in ([whole, cut | {"num_steps": 4}], [cut]):
             file.write_text(json.dumps(configs))
-            torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+            free_port = ("--standalone", "--local-addr", "127.0.0.1")
+            torchrun = ("-m", "torch.distributed.run", *free_port, "--nproc-per-node", "2")
             ended = python(*torchrun, script, file, kind)
             assert ended.returncode == 0, ended.stderr
         records |= {f"{kind} {part}": rows_of(c) for part, c in (("whole", whole), ("cut", cut))}
