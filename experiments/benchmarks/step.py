@@ -94,8 +94,9 @@ def main(config: StepConfig) -> None:
     def facts(case: str) -> dict:
         optimizer = config.optimizer.name if case in RECIPES else "torch.optim.AdamW, fused"
         batches = "in memory" if config.preloaded else "loaded"
-        if config.data.fast_decoding and case in RECIPES and not config.preloaded:
-            batches += ", data.fast_decoding"
+        if case in RECIPES and not config.preloaded:
+            batches += ", data.fast_decoding" * config.data.fast_decoding
+            batches += ", data.cache" * (config.data.cache is not None)
         return {"batches": batches, "optimizer": optimizer}
 
     lines = Lines(config.run_dir, "step", device)
