@@ -96,7 +96,7 @@ def compact(run: Path, out: Path, patterns: list[str]) -> None:
             table = pyarrow.parquet.read_table(run / name, columns=columns)
             pyarrow.parquet.write_table(table, out / name, **encoding(table.schema))
     size = sum(path.stat().st_size for path in out.rglob("*"))
-    print(f"{out}: {size / 1e6:.2f} MB")
+    print(f"{run}: {size / 1e6:.2f} MB of its files are copied")
 
 
 def encoding(schema: pyarrow.Schema) -> dict:
