@@ -1,4 +1,5 @@
 import errno
+import functools
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from analysis import load_runs
+from analysis import evidence, load_runs
 from analysis.load import load_all
 from lowprec.config.schema import Config, ModelConfig, OptimizerConfig, PrecisionConfig
 from lowprec.runs.identity import directory
@@ -54,6 +55,14 @@ def write_rows(path, rows):
     """Writes a .jsonl file, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(map(encode_row, rows)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def planned_once():
+    """The files of studies, which no test changes, are composed once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evidence, "planned", functools.cache(evidence.planned))
+        yield
 
 
 @pytest.fixture

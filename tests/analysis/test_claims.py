@@ -56,19 +56,6 @@ def test_interval_of_a_share_is_wilsons_and_widens_where_runs_differ():
 
 
 @pytest.mark.parametrize(
-    ("values", "verdict"),
-    [
-        ([0.05, 0.1, 0.15], HELD),
-        ([-0.5, 0.5, 1.0], UNDECIDED),
-        ([1.0, 1.25, 1.5], FAILED),
-        ([0.25], UNDECIDED),
-    ],
-)
-def test_equivalence_needs_the_whole_interval_within_the_margin(tmp_path, values, verdict):
-    assert Evidence([tmp_path]).equal("", pd.Series(values)).verdict == verdict
-
-
-@pytest.mark.parametrize(
     ("values", "judge", "num"),
     [
         ([-0.2, 1.0, 0.4], "larger", 42),

@@ -124,7 +124,6 @@ def test_runs_of_the_study_of_equality_alone_decide_the_family(train):
         ((4.9, 5.1, 5.0), HELD),
         ((-4.9, -5.1, -5.0), FAILED),
         ((-2, 0, 2), UNDECIDED),
-        ((5.0,), UNDECIDED),
     ],
 )
 def test_fp8_is_worse_beyond_the_margin_and_not_if_it_is_equal(train, percents, verdict):
