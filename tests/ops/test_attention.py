@@ -17,11 +17,13 @@ SHAPES = [  # tokens, heads, head width
 LARGE = [(129, 2, 80), (129, 1, 64), (129, 2, 24), (129, 1, 72)]  # without a mask
 
 HALVES, BOTH = (torch.bfloat16, torch.float16), (False, True)
-CASES = (  # on a GPU the kernels take 16 bits; the interpreter is slow
-    [*itertools.product(HALVES, BOTH)]
-    if torch.cuda.is_available()
-    else [*itertools.product([torch.float32], BOTH), *zip(HALVES, BOTH, strict=True)]
-)
+# on a GPU the kernels take 16 bits; the interpreter is slow
+DTYPES = HALVES if torch.cuda.is_available() else (torch.float32,)
+CASES = [(shape, *case) for shape in SHAPES for case in itertools.product(DTYPES, BOTH)]
+CASES += [(shape, dtype, False) for shape in LARGE for dtype in DTYPES]
+if not torch.cuda.is_available():
+    CASES += [(shape, *case) for shape in SHAPES[:2] for case in zip(HALVES, BOTH, strict=True)]
+    CASES += [(LARGE[0], dtype, False) for dtype in HALVES]
 
 
 def make(tokens, num_heads, head_width, dtype, device):
@@ -50,12 +52,7 @@ def by_kernels(qkv, g, num_heads, is_causal):
     return kernels.attention(qkv, num_heads, is_causal), gradient
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "is_causal"),
-    [(shape, *case) for shape in SHAPES for case in CASES]
-    + [(shape, dtype, False) for shape in LARGE for dtype in dict(CASES)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype", "is_causal"), CASES, ids=str)
 def test_kernels_are_as_close_to_float64_as_torch(device, shape, dtype, is_causal):
     qkv, g = make(*shape, dtype, device)
     options = shape[1], is_causal
