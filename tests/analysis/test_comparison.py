@@ -20,28 +20,16 @@ FREE = {
     *(f"diagnostics.{name}" for name in ("statistics", "every", "detail_every", "block_every")),
 }
 CHANGES = {
-    "schedule.warmup_steps": 5,
     "schedule.name": "constant",
     "num_steps": 7,
-    "batch_size": 7,
-    "optimizer.weight_decay": 0.1,
-    "optimizer.clip_norm": 1.0,
-    "optimizer.eps": 1e-8,
-    "optimizer.beta1": 0.8,
-    "optimizer.on_warning.action": "skip",
+    "optimizer.clip_norm": 1.0,  # null otherwise
+    "optimizer.on_warning.action": "skip",  # these are in no digest unless set
     "optimizer.optim_bits": 8,
     "precision_change.step": 900,
-    "precision_change.recipe": "high",
-    "precision_change.autocast": "fp32",
     "optimizer.lr": 1.0000001e-3,
-    "model.patch_dropout": 0.5,
-    "model.vision_layers": 9,
-    "precision.autocast": "fp16",
     "precision.where": ("c_fc",),
-    "scaler.name": "fixed",
-    "scaler.init_scale": 8.0,
     "compile": True,
-    "deterministic": True,
+    "deterministic": True,  # no part of the identity
     "data.digest": "cd",
     "init.digest": "cd",
     "gpu": "A100",

@@ -1,19 +1,16 @@
 """Tests the claims about loss spikes (C9 to C12) on runs with planted spikes."""
 
 import itertools
-from dataclasses import asdict
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
 
-from analysis import naming
+from analysis import evidence, naming
 from analysis.claims import CAUSES
 from analysis.evidence import UNDECIDED, Evidence, holm, page
-from analysis.run_files import flatten
 from lowprec.clip.model import build_model
-from lowprec.config.compose import compose_command
 from lowprec.config.schema import (
     DiagnosticsConfig,
     InterventionConfig,
@@ -205,11 +202,8 @@ def test_a_trend_needs_three_levels_and_is_corrected_for_the_settings_tested(spi
 
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
 def test_levels_of_a_cause_are_those_of_its_study_and_of_the_one_it_extends(cause):
-    levels = set()
-    for study in (cause.studies[0], "stability"):
-        words = [f"experiment={study}_mini", "data.train=-", "data.val=-"]
-        runs = compose_command(words, multirun=True)[: None if study == cause.studies[0] else 1]
-        levels |= {flatten(asdict(run.config))[cause.key] for run in runs}
+    own, extended = (evidence.planned(f"{study}_mini") for study in (cause.studies[0], "stability"))
+    levels = {*own[cause.key], extended[cause.key][0]}
     assert list(cause.levels) == sorted(levels, key=order)
 
 
