@@ -173,7 +173,8 @@ def test_scales_of_tiles_match_reference_within_rounding(device, tile, launch, s
 @pytest.mark.parametrize("kind", ["int8", "e4m3", "e4m3 in tiles"])
 @pytest.mark.parametrize(
     "launch, shape",
-    [(launch_general, shape) for shape in [*IN_PARTS, (70, 99, 777), (200, 33, 1000)]]
+    [(launch_general, shape) for shape in IN_PARTS if torch.cuda.is_available() or shape[0] < 150]
+    + [(launch_general, shape) for shape in [(70, 99, 777), (200, 33, 1000)]]
     + [pytest.param(launch_hopper, shape, marks=pytest.mark.gpu) for shape in IN_PARTS],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
