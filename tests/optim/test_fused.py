@@ -15,7 +15,7 @@ from lowprec.optim.state import MOMENTS, TENSORS, zero_state
 from lowprec.optim.statistics import STATISTICS, ShardReduction
 from tests.optim.optimizers import assert_near, params_of
 
-SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 500), (1, 1), (0, 4), (41, 60)]
+SHAPES = [(5, 7), (), (2500,), (2, 1024), (3, 1500), (1, 1), (0, 4), (41, 60)]
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = {  # dtypes of parameters and gradients, in turn; options
     "bfloat16": ([(BF16, BF16)], {}),
