@@ -1,36 +1,11 @@
 """The figures by slug: a row for each, which says what it shows and how (`analysis/grammar.py`)."""
 
-from analysis.figures import (
-    early_warnings,
-    features,
-    formats,
-    headline,
-    leads,
-    loss_and_rms,
-    losses,
-    paired_branches,
-    recipes,
-    replays,
-    scores,
-    speed,
-    spikes,
-)
+import importlib
+import pkgutil
 
-FIGURES = {
-    **replays.FIGURES,
-    **paired_branches.FIGURES,
-    **loss_and_rms.FIGURES,
-    **scores.FIGURES,
-    **recipes.FIGURES,
-    **headline.FIGURES,
-    **formats.FIGURES,
-    **losses.FIGURES,
-    **speed.FIGURES,
-    **features.FIGURES,
-    **spikes.FIGURES,
-    **leads.FIGURES,
-    **early_warnings.FIGURES,
-}
+FIGURES = {}  # of all modules here
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    FIGURES |= importlib.import_module(_module.name).FIGURES
 
 
 def __getattr__(name: str):
