@@ -38,11 +38,6 @@ def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(naming.model(name), frame[frame["model"] == name]) for name in models]
 
 
-def every(heads: pd.DataFrame) -> pd.DataFrame:
-    """All rows."""
-    return heads
-
-
 @dataclass(eq=False, kw_only=True)
 class Figure:
     """Which runs or lines a figure shows.
@@ -66,7 +61,7 @@ class Figure:
 
     studies: tuple[str, ...] = ()
     same_but: tuple[str, ...] = ()
-    where: Select = every
+    where: Select = lambda heads: heads
     lines: str = ""
     what: str = ""
     text: str = ""
@@ -142,16 +137,12 @@ class Axis:
     log: bool | None = False
     reference: float | None = None
     equal: float = 0.0
-    where: Select = every
+    where: Select = lambda frame: frame
     interval: Callable[[pd.Series], Sample | None] = lambda _: None
     note: Callable[[pd.DataFrame], str] = lambda _: ""
     noted: str = ""
     least: float | None = None
     median: bool = False
-
-    def middle(self, values: pd.Series) -> float:
-        """The mean or the median of some values."""
-        return values.median() if self.median else values.mean()
 
     def name(self, frame: pd.DataFrame) -> str:
         """The label."""

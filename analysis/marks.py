@@ -16,6 +16,7 @@ LOW = 0.04  # of the height of a panel: where a run without a value has its cros
 NEAR = 0.022  # of the range of values: points that are closer hide each other
 UNDER, OVER = 0.12, 0.28  # of a row: points and bar from its middle
 STEP, MOST = 0.16, 0.32  # of a row: by which points move aside, and all of them
+SMALL = {"fontsize": 6.5, "color": style.OTHER}  # of texts in panels
 
 
 def draw_runs(
@@ -108,7 +109,7 @@ def draw_row(
         ax.plot(values[part], places[part], "o", ms=3, mfc=face, mec=pale, mew=0.7)
     if (hollow & values.notna()).any() and hollow[last := values.idxmax()]:
         ax.annotate(name, (values[last], places[last]), (4, 0), textcoords="offset points",
-                    fontsize=6.5, color=style.OTHER, va="center")  # fmt: skip
+                    va="center", **SMALL)  # fmt: skip
     for _ in range(values.isna().sum()):
         ax.plot(0.98, row, "X", ms=5.5, color=color, transform=ax.get_yaxis_transform())
     over = OVER if len(values) > 1 else -UNDER  # a single value needs no bar
@@ -120,16 +121,9 @@ def draw_row(
         note_row(ax, row, note)
 
 
-def note_none(ax: Axes, row: int) -> None:
-    """Writes in a row that there is nothing to show."""
-    ax.annotate("none", (0.02, row), xycoords=ax.get_yaxis_transform(), color=style.OTHER,
-                fontsize=6.5, va="center")  # fmt: skip
-
-
-def note_none_at(ax: Axes, place: float) -> None:
-    """Writes at a place of the x axis that there is nothing to show."""
-    ax.text(place, LOW, "none", transform=ax.get_xaxis_transform(), color=style.OTHER,
-            fontsize=6.5, ha="center", va="center")  # fmt: skip
+def note_in_row(ax: Axes, row: int, note: str) -> None:
+    """Writes a note in a row, at its left end."""
+    ax.text(0.02, row, note, transform=ax.get_yaxis_transform(), va="center", **SMALL)
 
 
 def note_row(ax: Axes, row: int, note: str) -> None:
@@ -139,28 +133,22 @@ def note_row(ax: Axes, row: int, note: str) -> None:
 
 
 def draw_reference(ax: Axes, at: float, equal: float, name: str) -> None:
-    """A line across an axis, below the first row, with a gray band of values that are equal to it.
+    """A line at bf16 with its name, and a gray band of values that are equal to it.
 
-    The axis is `x`, beside which rows have names, or `y`.
+    The axis of the values is `x`, where the name takes the place of the first row, or `y`.
     """
-    line, span = (ax.axvline, ax.axvspan) if name == "x" else (ax.axhline, ax.axhspan)
-    span(at - equal, at + equal, color="0.92", lw=0, zorder=0)
-    end = {"ymax": 1 - 1 / len(ax.get_yticks())} if name == "x" else {}
-    line(at, color=style.OTHER, lw=0.8, zorder=0.5, **end)
-
-
-def name_band(ax: Axes, at: float, equal: float) -> None:
-    """Writes what the gray band of `draw_reference` along x is, at its left end."""
-    ax.annotate(f"within {equal:g}% of bf16", (0, at - equal), (2, 1.5), fontsize=6.5,
-                xycoords=ax.get_yaxis_transform(), textcoords="offset points", color=style.OTHER,
-                zorder=4)  # fmt: skip
-
-
-def name_reference(ax: Axes, at: float, text: str) -> None:
-    """Writes what the vertical line of `draw_reference` is in the first row."""
+    text, look = f"within {equal:g}% of bf16" if equal else "bf16", {"lw": 0.8, "zorder": 0.5}
+    if name == "y":
+        ax.axhspan(at - equal, at + equal, color="0.92", lw=0, zorder=0)
+        ax.axhline(at, color=style.OTHER, **look)
+        ax.annotate(text, (0, at - equal), (2, 1.5), xycoords=ax.get_yaxis_transform(),
+                    textcoords="offset points", zorder=4, **SMALL)  # fmt: skip
+        return
+    ax.axvspan(at - equal, at + equal, color="0.92", lw=0, zorder=0)
+    ax.axvline(at, ymax=1 - 1 / len(ax.get_yticks()), color=style.OTHER, **look)
     place, _ = ax.transLimits.transform(ax.transScale.transform((at, 0)))
     side = "right" if place > 0.8 else "left" if place < 0.2 and len(text) > 5 else "center"
-    ax.text(at, 0, text, ha=side, va="center", fontsize=6.5, color=style.OTHER)
+    ax.text(at, 0, text, ha=side, va="center", **SMALL)
 
 
 def name_rows(ax: Axes, names: Collection[str], bold: Collection[bool] = ()) -> None:

@@ -148,7 +148,7 @@ def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points | Rows:
     shared["facet"] = facets if facet else in_one_panel
     if is_line:
         axis = Axis(column=column, label=short(x), names=lambda _: places)
-        return Points(x=(axis,), y=(y,), **shared)
+        return Points(x=axis, y=(y,), **shared)
 
     def blocks(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         parts = {place: frame[frame[column] == place] for place in places}

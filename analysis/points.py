@@ -47,7 +47,8 @@ class OfRuns(Figure):
 
     def _sorted(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The frame by hue; methods by precision."""
-        frame = frame.sort_values(self.hue, key=lambda hues: hues.map(self._rank), kind="stable")
+        ranks = {hue: i for i, hue in enumerate(self.order)}  # of others: NaN, which is last
+        frame = frame.sort_values(self.hue, key=lambda hues: hues.map(ranks), kind="stable")
         if self.hue != "method":
             return frame
         ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
@@ -58,9 +59,6 @@ class OfRuns(Figure):
         """Whether no run that an axis shows has its value or diverged."""
         frame = axis.where(frame)
         return frame[axis.column].isna().all() and (frame["state"] != "diverged").all()
-
-    def _rank(self, hue: str) -> int:
-        return self.order.index(hue) if hue in self.order else len(self.order)
 
     def _labels(self, frame: pd.DataFrame) -> dict[str, str]:
         heads = frame.drop_duplicates(self.hue).set_index(self.hue, drop=False)
@@ -79,37 +77,38 @@ class Points(OfRuns):
     """A point for each run, by its values on two axes; with one named value of x, in rows.
 
     Attributes:
-        x, y: each pair of them has a panel if a run has both values; a run without y has a cross.
+        x: the horizontal axis.
+        y: each of these axes has a panel if a run has both values; a run without y has a cross.
         means: whether a line joins the means of the runs at one place.
         shade: the value of x from which on panels are faded, with the reason, or None.
     """
 
-    x: tuple[Axis, ...]
+    x: Axis
     y: tuple[Axis, ...]
     means: bool = True
     shade: Callable[[pd.DataFrame], tuple[float, str] | None] = lambda _: None
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
-        """A panel for each facet and pair of axes, with names beside lines or points.
+        """A panel for each facet and y axis, with names beside lines or points.
 
         Raises NoRunsError if none shows a run.
         """
-        if all(x.names and len(x.names(frame)) == 1 for x in self.x):
+        if self.x.names and len(self.x.names(frame)) == 1:
             own = {key: getattr(self, key) for key in ("table", "hue", "look", "name", "hollow")}
             # in the order of the table
             Rows(values=self.y, blocks=self.facet, **own).draw(frame, canvas)
             return
         frame = self._sorted(frame)
-        parts, labels = self.facet(frame), self._labels(frame)
-        cells = [(title, part, *pair) for title, part in parts for pair in self._pairs(frame)]
-        if all(self._lacks(part[part[x.column].notna()], y) for _, part, x, y in cells):
+        labels = self._labels(frame)
+        cells = list(itertools.product(self.facet(frame), self._drawn(frame)))
+        if all(self._lacks(part.dropna(subset=self.x.column), y) for (_, part), y in cells):
             raise NoRunsError(f"no run has what is drawn: {self.y[0].quantity(frame)}")
         axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
-        for (title, part, x, y), ax in zip(cells, axes, strict=True):
-            self.plot(part, ax, x, y, labels)
+        for ((title, part), y), ax in zip(cells, axes, strict=True):
+            self.plot(part, ax, y, labels)
             ax.set_title(title)
         for y in self.y:
-            shared = [ax for (*_, its), ax in zip(cells, axes, strict=True) if its is y]
+            shared = [ax for (_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
             for ax in shared:
                 panels.name_values(ax, y.name(frame), "y")
@@ -118,12 +117,13 @@ class Points(OfRuns):
             panels.name_lines(canvas, axes)
         else:
             panels.name_points(canvas, axes[0])
-        named = [ax for (*_, x, _), ax in zip(cells, axes, strict=True) if x.names]
-        panels.turn_names(canvas, named)
+        if self.x.names:
+            panels.turn_names(canvas, axes)
 
-    def plot(self, whole: pd.DataFrame, ax: Axes, x: Axis, y: Axis, labels: dict) -> None:
+    def plot(self, whole: pd.DataFrame, ax: Axes, y: Axis, labels: dict) -> None:
         """One panel."""
-        frame = y.where(whole[whole[x.column].notna()])
+        x = self.x
+        frame = y.where(whole.dropna(subset=x.column))
         named = x.names(whole) if x.names else {}
         places = frame[x.column].map([*named].index) if named else frame[x.column]
         places, values = places.astype(float), frame[y.column]
@@ -155,10 +155,10 @@ class Points(OfRuns):
             marks.mark_below(ax, places + slots, values, y.least)
         if y.median:
             for place in {*range(len(named))} - {*places}:
-                marks.note_none_at(ax, place)
+                at = {"transform": ax.get_xaxis_transform(), "ha": "center", "va": "center"}
+                ax.text(place, marks.LOW, "none", **at, **marks.SMALL)
         if y.reference is not None:
             marks.draw_reference(ax, y.reference, y.equal, "y")
-            marks.name_band(ax, y.reference, y.equal)
         shade = self.shade(whole)
         start = [*named].index(shade[0]) - 0.5 if shade else np.inf
         if start < ax.get_xlim()[1]:
@@ -168,21 +168,18 @@ class Points(OfRuns):
 
     def words(self, frame: pd.DataFrame) -> str:
         """`what`, if all panels are drawn, or else the y axes."""
-        pairs = self._pairs(frame)
-        if self.what and len(pairs) == len(self.x) * len(self.y):
+        drawn = self._drawn(frame)
+        if self.what and len(drawn) == len(self.y):
             return self.what
-        return naming.join(dict.fromkeys(y.quantity(frame) for _, y in pairs))
+        return naming.join(y.quantity(frame) for y in drawn)
 
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
         means = "; lines: their means, with gaps at values without runs" * self.means
         return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
 
-    def _pairs(self, frame: pd.DataFrame) -> list[tuple[Axis, Axis]]:
-        """The pairs of axes on which a run has both values, or else the first pair."""
-        pairs = list(itertools.product(self.x, self.y))
-        drawn = [frame[[x.column, y.column]].notna().all(axis=1).any() for x, y in pairs]
-        return list(itertools.compress(pairs, drawn)) or pairs[:1]
+    def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
+        return _with_values(self.y, frame.dropna(subset=self.x.column))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -233,14 +230,14 @@ class Rows(OfRuns):
         spread = marks.spread(places, values, is_log)
         for i, part in enumerate(parts):
             if part.empty and len(rows[i][1]):
-                marks.note_none(ax, i)
+                marks.note_in_row(ax, i, "none")
             elif len(part):
                 own = values[part.index]
                 sample = axis.interval(own)
                 hollow = (self.hollow[0](part), self.hollow[1]) if self.hollow else None
-                middle, color = sample.mean if sample else axis.middle(own), self.look(part.iloc[0])
+                middle = sample.mean if sample else own.median() if axis.median else own.mean()
                 marks.draw_row(
-                    ax, i, own, middle, color[0],
+                    ax, i, own, middle, self.look(part.iloc[0])[0],
                     spread=spread[part.index], hollow=hollow,
                     ends=(sample.low, sample.high) if sample else None, note=axis.note(part),
                 )  # fmt: skip
@@ -250,8 +247,6 @@ class Rows(OfRuns):
         marks.name_rows(ax, [name for name, _ in rows], [part.empty for _, part in rows])
         if axis.reference is not None:
             marks.draw_reference(ax, axis.reference, axis.equal, "x")
-            text = f"within {axis.equal:g}% of bf16" if axis.equal else "bf16"
-            marks.name_reference(ax, axis.reference, text)
         if any(axis.note(part) for part in parts if len(part)):
             marks.note_row(ax, -1 if len(parts[0]) else 0, axis.noted)
         panels.name_values(ax, axis.name(whole), "x")
@@ -287,6 +282,9 @@ class Rows(OfRuns):
         return f"{super().caption(frame)} {text}"
 
     def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
-        """The axes of which a run has a value, or else the first one."""
-        drawn = [axis for axis in self.values if frame[axis.column].notna().any()]
-        return drawn or [self.values[0]]
+        return _with_values(self.values, frame)
+
+
+def _with_values(axes: tuple[Axis, ...], frame: pd.DataFrame) -> list[Axis]:
+    """The axes of which a run has a value, or else the first one."""
+    return [axis for axis in axes if frame[axis.column].notna().any()] or [axes[0]]

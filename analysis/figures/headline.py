@@ -75,8 +75,7 @@ def draw_paper(ax: Axes, parts: list[pd.DataFrame]) -> None:
         else:
             ax.plot(own - base, row, "s", ms=4, color=GRAY, zorder=1.5)
     for row, text in texts.items():
-        ax.text(0.02, row, text, transform=ax.get_yaxis_transform(), va="center", fontsize=6.5,
-                color=style.OTHER)  # fmt: skip
+        marks.note_in_row(ax, row, text)
 
 
 def at_rate(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

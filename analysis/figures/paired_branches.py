@@ -144,7 +144,6 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
         names.append(naming.precision(recipe))
     marks.name_rows(ax, names, [name.startswith("from step") for name in names])
     marks.draw_reference(ax, 0, MARGIN, "x")
-    marks.name_reference(ax, 0, f"within {MARGIN:g}% of bf16")
     ax.set_xlabel("training loss relative to bf16 (%)")
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from analysis import comparison, measures, naming
 from analysis.evidence import TWO_ONE_SIDED, Sample
-from analysis.figures.scores import largest_features, rates, scores, weight_gradient
+from analysis.figures.scores import largest_features, scores, values_of, weight_gradient
 from analysis.grammar import Axis, by_model
 from analysis.load import NoRunsError, Runs
 from analysis.points import Points, Rows
@@ -251,7 +251,7 @@ FIGURES = {
         same_but=("optimizer.lr", "precision.label", "gpu"),
         where=ended_at_several_rates,
         table=loss_by_rate,
-        x=(Axis(column="lr", label="peak learning rate", names=rates),),
+        x=Axis(column="lr", label="peak learning rate", names=values_of("lr")),
         y=(
             Axis(column="validation_loss", label="validation loss of bf16 (nats)", log=True,
                  where=in_bf16),

@@ -70,7 +70,7 @@ def accuracy_by_beta2(runs: Runs) -> pd.DataFrame:
 
 def values_of(column: str):
     """The values of a column from small to large, with their names."""
-    return lambda frame: {value: f"{value:g}" for value in sorted(set(frame[column]))}
+    return lambda frame: {value: naming.number(value) for value in sorted(set(frame[column]))}
 
 
 def one_narrow_product(runs: Runs) -> pd.DataFrame:
@@ -214,11 +214,6 @@ def by_format(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     ]
 
 
-def rates(frame: pd.DataFrame) -> dict[float, str]:
-    """The learning rates, with their names."""
-    return {lr: naming.number(lr) for lr in sorted(set(frame["lr"]))}
-
-
 def by_model_and_precision(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """A panel for each model, whose title names the precision."""
     return [
@@ -301,7 +296,7 @@ FIGURES = {
     "update_clipping": Points(
         studies=("update_clipping", "stability"),
         table=accuracy_by_beta2,
-        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
+        x=Axis(column="beta2", label="beta2", names=values_of("beta2")),
         y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
         look=style.look,
         facet=by_model,
@@ -347,7 +342,7 @@ FIGURES = {
         same_but=("optimizer.lr",),
         where=lambda heads: heads[heads["precision.recipe"] == "high"],
         table=recall_and_size,
-        x=(Axis(column="lr", label="peak learning rate", names=rates),),
+        x=Axis(column="lr", label="peak learning rate", names=values_of("lr")),
         y=(
             SCORES[0],
             Axis(column="size", label="mean absolute value of the\nlast vision block's output",
@@ -367,7 +362,7 @@ FIGURES = {
         same_but=ANYTHING,
         where=adamw_in_16_bits,
         table=logits,
-        x=(Axis(column="logit_max", label="largest attention logit at the end", log=True),),
+        x=Axis(column="logit_max", label="largest attention logit at the end", log=True),
         y=(Axis(column="recall", label=f"{RECALL} (%)"),),
         hue="setting",
         name=lambda head: re.sub(

@@ -168,7 +168,7 @@ FIGURES = {
         studies=("stability",),
         where=spike_marks.at_main_rate,
         table=heights,
-        x=(Axis(column="beta2", label="beta2", names=values_of("beta2")),),
+        x=Axis(column="beta2", label="beta2", names=values_of("beta2")),
         y=(
             Axis(
                 column="height",

@@ -181,7 +181,7 @@ def test_with_one_beta2_optimizers_have_rows_from_the_highest_recall_on(plant, q
     left, right = drawn(spike_heights, query(spike_heights))
     assert [text.get_text() for text in left.get_yticklabels()] == ["Muon", "AdaGC", "AdamW"]
     assert not any(text.get_visible() for text in right.get_yticklabels())  # named once
-    assert [text.xy[1] for text in left.texts] == [0, 1]  # "none"
+    assert [text.get_position()[1] for text in left.texts] == [0, 1]  # "none"
     heights = [line for line in left.lines if line.get_marker() == "o" and len(line.get_xdata())]
     assert [[round(y) for y in line.get_ydata()] for line in heights] == [[2] * 4]  # AdamW's
 
