@@ -4,9 +4,7 @@ Not in the paper. Runs: `experiment=branches`, replayed in each recipe and from 
 The rules are those of experiments/PROTOCOL.md, "Paired branches".
 """
 
-import io
 import math
-import warnings
 
 import numpy as np
 import pandas as pd
@@ -15,13 +13,10 @@ from scipy import stats
 
 from analysis import marks, measures, naming, style
 from analysis.evidence import LEVEL, TWO_ONE_SIDED, UNDECIDED
-from analysis.figures.replays import CONTROL, PERTURBED
+from analysis.figures.replays import CONTROL, PERTURBED, read_replays
 from analysis.grammar import Panels
 from analysis.load import Runs
-from analysis.run_files import as_path
 from analysis.size_judges import LOG_MARGIN, MARGIN
-from lowprec.runs.read import read_file
-from lowprec.runs.tables import UNREADABLE
 
 BF16, CODE_BOOKS = "bf16", "code_books"
 COLUMNS = (*measures.OF_A_RUN, "after", "recipe", "perturbation", "difference", "error")
@@ -42,23 +37,15 @@ def branches(runs: Runs) -> pd.DataFrame:
     `is_finite` whether all losses of the replay are, and `control_off` the control's largest
     difference from the recorded losses (nats). `outcome` is that of the recipe; in bf16, empty.
     """
-    frame = measures.by_run(runs, measures.named_heads(runs), COLUMNS[:-1], _branches)
+
+    def of_run(run: Runs, head: dict) -> pd.DataFrame:
+        return read_replays(head, compare, is_table=False)
+
+    frame = measures.by_run(runs, measures.named_heads(runs), COLUMNS[:-1], of_run)
     frame["outcome"] = ""
     for (_, recipe), rows in frame.groupby(["run", "recipe"]):
         frame.loc[rows.index, "outcome"] = "" if recipe == BF16 else outcome(rows)
     return frame
-
-
-def _branches(run: Runs, head: dict) -> pd.DataFrame:
-    frames = [pd.DataFrame()]
-    for path in sorted((as_path(head["path"]) / "replays").glob("step_*.csv"), key=str):
-        if path.name.endswith("_table.csv"):
-            continue
-        try:
-            frames.append(compare(pd.read_csv(io.BytesIO(read_file(path)))))
-        except UNREADABLE as error:
-            warnings.warn(f"{path}: left out: {error}", stacklevel=2)
-    return pd.concat(frames)
 
 
 def compare(steps: pd.DataFrame) -> pd.DataFrame:

@@ -6,6 +6,7 @@ Not in the paper. Runs: `experiment=point_of_no_return`, replayed from several s
 import io
 import re
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -44,20 +45,36 @@ def replays(runs: Runs) -> pd.DataFrame:
     return measures.by_run(runs, measures.named_heads(runs), COLUMNS, _replays)
 
 
-def _replays(run: Runs, head: dict) -> pd.DataFrame:
-    tables = [pd.DataFrame(columns=[*TYPES, "height_of_control"])]
-    for path in sorted((as_path(head["path"]) / "replays").glob("*_table.csv"), key=str):
+def read_replays(
+    head: dict, parse: Callable[[pd.DataFrame], pd.DataFrame], is_table: bool
+) -> pd.DataFrame:
+    """The rows of `parse(file)` for each file of replayed steps of a run, or each table of replays.
+
+    Damaged files are left out with a warning.
+    """
+    parts = [pd.DataFrame()]
+    for path in sorted((as_path(head["path"]) / "replays").glob("*.csv"), key=str):
         try:
-            table = pd.read_csv(io.BytesIO(read_file(path)))[list(TYPES)].astype(TYPES)
-            height = table.loc[table["change"] == CONTROL, "height"].iloc[0]
-        except (*UNREADABLE, IndexError) as error:
+            if path.name.endswith("_table.csv") == is_table:
+                parts.append(parse(pd.read_csv(io.BytesIO(read_file(path)))))
+        except UNREADABLE as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
-            continue
-        if height <= spike_marks.LARGE:
-            continue
-        changed = ~table["change"].isin([CONTROL, UNCHANGED]) & (table["lead"] > 0)
-        tables.append(table[changed].assign(height_of_control=height))
-    frame = pd.concat(tables[1:] or tables).drop_duplicates(REPLAY)
+    return pd.concat(parts[1:] or parts)
+
+
+def _changed(table: pd.DataFrame) -> pd.DataFrame:
+    """The replays with a change before the spike, if it is large."""
+    table = table[list(TYPES)].astype(TYPES)
+    height = table.loc[table["change"] == CONTROL, "height"].iloc[0]
+    changed = ~table["change"].isin([CONTROL, UNCHANGED]) & (table["lead"] > 0)
+    return table[changed & (height > spike_marks.LARGE)].assign(height_of_control=height)
+
+
+def _replays(run: Runs, head: dict) -> pd.DataFrame:
+    frame = read_replays(head, _changed, is_table=True)
+    if frame.empty:
+        return frame
+    frame = frame.drop_duplicates(REPLAY)
     left_out = frame["change"].astype(str).str.extract(r"^skip_batches=(\d+)$")[0].astype(float)
     return frame.assign(left_out=left_out.where(left_out <= frame["lead"]))
 
