@@ -68,27 +68,19 @@ def saved_percent(ms: pd.Series, base_ms: pd.Series) -> pd.Series:
     return 100 * (1 - ms / base_ms)
 
 
-def operations(lines: pd.DataFrame) -> pd.DataFrame:
-    """Returns the mean milliseconds of our operations over both directions of a layer.
-
-    Lines are those of `benchmarks.ops`; one row per file, tokens, dim, case and dtype.
-    """
-    ours = lines[lines["case"].isin(QUANTIZE + PRODUCTS) & lines["ms"].notna()]
-    keys = ["tokens", "dim", "case", "dtype"]
-    mean = newest(ours, keys).groupby(["file", "device", *keys])["ms"].agg(["mean", "count"])
-    mean = mean[mean["count"] == 2].rename(columns={"mean": "ms"})
-    return mean["ms"].reset_index()
-
-
 def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
     """Returns SwitchBack's time as the sum of its operations: `ms`, which includes `quantize_ms`.
 
-    `base_ms` is the same in 16 bits. One row per tokens, dim and dtype (int8, fp8) for which a file
-    has all operations; NoRunsError if there are none.
+    Lines are those of `benchmarks.ops`; times are means over both directions of a layer. `base_ms`
+    is the same in 16 bits. One row per tokens, dim and dtype (int8, fp8) for which a file has all
+    operations; NoRunsError if there are none.
     """
-    rows = []
-    for at, group in operations(lines).groupby(["file", "device", "tokens", "dim"]):
-        times = group.set_index(["dtype", "case"])["ms"]
+    ours = lines[lines["case"].isin(QUANTIZE + PRODUCTS) & lines["ms"].notna()]
+    size, operation, rows = ["tokens", "dim"], ["dtype", "case"], []
+    by = newest(ours, [*size, *operation]).groupby(["file", "device", *size, *operation])["ms"]
+    means = by.mean()[by.count() == 2]
+    for at, group in means.groupby(["file", "device", *size]):
+        times = group.droplevel(["file", "device", *size])
         for dtype in ("int8", "fp8"):
             quantize = [times.get((dtype, case)) for case in QUANTIZE]
             products = [times.get((dtype, case)) for case in PRODUCTS[:2]]

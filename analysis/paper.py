@@ -6,8 +6,6 @@ bitsandbytes 0.49.2 (figures 3 and 4, arXiv:2304.13013). Accuracies are read by 
 draft.
 """
 
-import pandas as pd
-
 STATEMENTS = {  # its claims
     "C1": "SwitchBack int8 matches bf16 and beats LLM.int8()",
     "C2": "LLM.int8() loses accuracy, more in larger models",
@@ -60,19 +58,3 @@ ACCURACY_BY_SIZE = {  # zero-shot ImageNet top-1 in %, +-0.2: figure 1; None: di
     "llm_int8": {"vit_b32": 38.2, "vit_l14": 48.1, "vit_h14": 51.5},
     "fp8_tensorwise": {"vit_b32": 38.2, "vit_l14": None, "vit_h14": None},
 }
-
-
-def rows(table: dict, series: str) -> pd.DataFrame:
-    """A table as a tidy frame: source, series, tokens, dim, value."""
-    cells = [
-        {"source": SOURCE, "series": series, "tokens": tokens, "dim": dim, "value": value}
-        for tokens, values in table.items()
-        for dim, value in zip(DIMS, values, strict=True)
-    ]
-    return pd.DataFrame(cells)
-
-
-def blocks_at_paper_depths(depth: float) -> list[int]:
-    """Blocks at the same relative depth as `BLOCKS` in ViT-H/14; NaN: only the first."""
-    depth = 1 if pd.isna(depth) else int(depth)
-    return sorted({block * depth // DEPTH for block in BLOCKS})

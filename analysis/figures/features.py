@@ -15,11 +15,6 @@ from analysis.run_files import as_path
 DASHES = {"first": (0, (1.2, 1.0)), "last": "-"}
 
 
-def magnitudes(runs: Runs) -> pd.DataFrame:
-    """One row per block of each run at the first and at the last recorded step (`at`)."""
-    return measures.first_and_last_features(runs, measures.by_intervention(runs))
-
-
 def plot_magnitudes(frame: pd.DataFrame, ax: Axes) -> None:
     """One model: magnitude by depth, dotted early and solid late in training."""
     for (_, at), line in frame.groupby(["run", "at"], sort=False):
@@ -129,8 +124,8 @@ def gradients(runs: Runs) -> pd.DataFrame:
 
 
 def _gradients(run: Runs, head: dict) -> pd.DataFrame:
-    parts = []
-    for block in paper.blocks_at_paper_depths(head["vision_layers"]):
+    parts, depth = [], np.nan_to_num(head["vision_layers"], nan=1)  # unknown: the first block
+    for block in sorted({int(block * depth // paper.DEPTH) for block in paper.BLOCKS}):
         values = run.series(TENSOR.format(block), "grad_norm")
         values = values.where(np.isfinite(values) & (values > 0))
         smoothed = style.smooth(values)
@@ -258,7 +253,7 @@ def plot_zeros(frame: pd.DataFrame, ax: Axes) -> None:
 FIGURES = {
     "feature_magnitude": Panels(
         studies=("feature_magnitude",),
-        table=magnitudes,
+        table=lambda runs: measures.first_and_last_features(runs, measures.by_intervention(runs)),
         plots=(plot_magnitudes,),
         facet=by_model,
         title=ends_of_features,

@@ -29,8 +29,13 @@ def on(frame: pd.DataFrame) -> str:
 
 def with_papers(ours: pd.DataFrame, table: dict) -> pd.DataFrame:
     """Our rows, and those of a table of the paper, with the same columns."""
-    theirs = paper.rows(table, "int8").assign(file="")
-    return pd.concat([ours, theirs], ignore_index=True)[list(ours)]
+    shared = {"source": paper.SOURCE, "series": "int8", "file": ""}
+    theirs = [
+        {**shared, "tokens": tokens, "dim": dim, "value": value}
+        for tokens, values in table.items()
+        for dim, value in zip(paper.DIMS, values, strict=True)
+    ]
+    return pd.concat([ours, pd.DataFrame(theirs)], ignore_index=True)[list(ours)]
 
 
 def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
