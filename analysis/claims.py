@@ -30,7 +30,6 @@ from analysis.evidence import (
 )
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
-from analysis.spike_judges import Cause
 from lowprec.runs import durable
 
 VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
@@ -63,7 +62,6 @@ class Claim:
 SIZES = ("accuracy_vs_size", "loss_curves")
 ONE_PRODUCT = ("one_product", "accuracy_vs_size")  # the second has bf16
 CLIPPING = ("stability", "update_clipping")
-OF_BETA2 = (*CLIPPING, "rms_and_loss", "spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
 SAME = partial(judges.same, varied="precision.label", studies=SIZES)
 AT_BEST_RATE = {"varied": "precision.label", "studies": (size_judges.EQUALITY,)}
 PRECISION = partial(judges.higher, varied="precision.label", studies=SIZES)
@@ -73,17 +71,8 @@ STABLE = partial(
     spike_judges.fewer,
     varied="optimizer.name",
     optimizers=("stable_adamw", "adamw"),
-    studies=OF_BETA2,
     least_beta2=0.99,
 )
-CAUSES = {  # what loss spikes grow with
-    "model size": Cause(
-        "model.name", ("spikes_vs_size", "stability"), ("mini_b", "mini_l", "mini_h")
-    ),
-    "batch size": Cause("batch_size", ("spikes_vs_batch", "stability"), (256, 512, 1024)),
-    "the learning rate": Cause("optimizer.lr", ("spikes_vs_lr", "stability"), (1e-3, 2e-3, 4e-3)),
-    "beta2": Cause("optimizer.beta2", OF_BETA2, (0.5, 0.8, 0.9, 0.98, 0.99, 0.995, 0.999)),
-}
 BY_EYE = "(read from draft plots, +-0.2)"
 TREND = (
     f"one-sided Page test over the levels that the study's file names, within seeds: p below "
@@ -167,8 +156,7 @@ CLAIMS = (
           short="more in larger models", scale=TRUE_SIZE),
     Claim("C3", "fp8 tensor-wise fails where bf16 trains, true size", _papers("fp8_tensorwise"),
           f"two of two seeds {size_judges.FAILS:g} nat above the best bf16 run",
-          partial(size_judges.fails, recipe=size_judges.FP8),
-          short="tensor-wise fails", scale=TRUE_SIZE),
+          size_judges.fails, short="tensor-wise fails", scale=TRUE_SIZE),
     Claim("C3", f"fp8 tensor-wise ends more than {size_judges.MARGIN:g}% above bf16's validation "
           "loss, true size", "diverges",
           f"90% interval above {size_judges.MARGIN:g}%; not reproduced if equality within it is "
@@ -243,17 +231,16 @@ CLAIMS = (
           partial(judges.end_to_end, baseline="autograd_high", case="llm_int8"),
           short="no time saved", scale=TIMES),
     *(Claim("C9", f"{subject} grow{'s' * (value == HIGHEST)} with {cause}{more}", "no number",
-            TREND, partial(spike_judges.trend, cause=cause, causes=CAUSES, value=value),
+            TREND, partial(spike_judges.trend, cause=cause, value=value),
             short=cause.removeprefix("the ") if value == SPIKES else "")
       for value, subject, more in ((SPIKES, "loss spikes", ""),
                                    (HIGHEST, "the highest loss spike", " (exploratory)"))
-      for cause in CAUSES),
+      for cause in spike_judges.CAUSES),
     Claim("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps",
           f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
           f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
           "chance, both from detection and from the onset",
-          partial(spike_judges.follow, studies=OF_BETA2),
-          short="lag of 1 to 8"),
+          spike_judges.follow, short="lag of 1 to 8"),
     Claim("C11", "StableAdamW removes the spikes", "none",
           f"no spikes where AdamW has some, with an interval above 0 over pairs{REMAINS}",
           partial(STABLE, gone=True),
@@ -265,9 +252,7 @@ CLAIMS = (
     Claim("C11", "the highest loss spike is lower with StableAdamW (exploratory)", "none", ABOVE_0,
           partial(STABLE, value=HIGHEST)),
     Claim("C11", "KQ layer norm lowers the highest loss spike at each beta2 (exploratory)", "none",
-          f"{ABOVE_0} at each beta2",
-          partial(spike_judges.lower, study="kq_norm", studies=("stability",),
-                  varied="intervention.name", values=("kq_norm", "none"), by="optimizer.beta2")),
+          f"{ABOVE_0} at each beta2", spike_judges.kq_norm),
     Claim("C11", "StableAdamW beats gradient clipping at beta2 0.99, mini scale",
           f"{_ACC['stable_adamw'][0.99] - _ACC['adamw_clip'][0.99]:+.1f} points {BY_EYE}", ABOVE_0,
           partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip",
@@ -275,7 +260,7 @@ CLAIMS = (
           short="beats clipping"),
     Claim("C11", "a lower beta2 also removes spikes", "none",
           f"no spikes at the lowest beta2, with an interval above 0{REMAINS}",
-          partial(spike_judges.fewer, varied="optimizer.beta2", studies=OF_BETA2, gone=True),
+          partial(spike_judges.fewer, varied="optimizer.beta2", gone=True),
           short="lower beta2 removes"),
     Claim("C11", "a beta2 that is too low costs accuracy, mini scale",
           f"0.9 minus 0.5: {_ACC['adamw'][0.9] - _ACC['adamw'][0.5]:+.1f} points {BY_EYE}", ABOVE_0,

@@ -1,7 +1,7 @@
 """Judges the claims about loss spikes and loss scales, as `analysis/judges.py` does the others."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,21 +57,33 @@ class Cause(NamedTuple):
         return counts
 
 
-def trend(records: Evidence, cause: str, causes: Mapping[str, Cause], value: str) -> Finding:
-    """Judges whether loss spikes grow with a setting: Page's test over its levels, within seeds.
+OF_BETA2 = ("stability", "update_clipping", "rms_and_loss")
+OF_BETA2 += ("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch")
+CAUSES = {  # what loss spikes grow with
+    "model size": Cause(
+        "model.name", ("spikes_vs_size", "stability"), ("mini_b", "mini_l", "mini_h")
+    ),
+    "batch size": Cause("batch_size", ("spikes_vs_batch", "stability"), (256, 512, 1024)),
+    "the learning rate": Cause("optimizer.lr", ("spikes_vs_lr", "stability"), (1e-3, 2e-3, 4e-3)),
+    "beta2": Cause("optimizer.beta2", OF_BETA2, (0.5, 0.8, 0.9, 0.98, 0.99, 0.995, 0.999)),
+}
 
-    `causes` are the settings that are tested together. Holm's correction is over those with two
-    seeds at three levels or more. `value` is the number of spikes per run, or HIGHEST.
+
+def trend(records: Evidence, cause: str, value: str) -> Finding:
+    """Judges whether loss spikes grow with a cause: Page's test over its levels, within seeds.
+
+    Holm's correction is over those of CAUSES with two seeds at three levels or more. `value` is the
+    number of spikes per run, or HIGHEST.
     """
     up, down = {}, {}
-    for name, other in causes.items():
+    for name, other in CAUSES.items():
         with contextlib.suppress(NoRunsError):
             counts = other.counts(records)
             by_seed = counts.pivot_table(value, "seed", other.key)
             by_seed = by_seed[_in_order(counts, other.key)].dropna()
             if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
                 up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
-    key, counts = causes[cause].key, causes[cause].counts(records)
+    key, counts = CAUSES[cause].key, CAUSES[cause].counts(records)
     ours, _ = _by_value(counts, key, value)
     if cause not in up:
         why = "one seed" if counts[key].nunique() > 2 else "a trend needs three levels"
@@ -106,7 +118,6 @@ def _by_value(counts: pd.DataFrame, varied: str, value: str) -> tuple[str, pd.Se
 def fewer(
     records: Evidence,
     varied: str,
-    studies: Sequence[str],
     optimizers: Sequence[str] = ("adamw",),
     least_beta2: float = 0.0,
     gone: bool = False,
@@ -116,12 +127,12 @@ def fewer(
 
     `value` is the number of spikes per run, LARGE or HIGHEST.
     """
-    counts = records.spikes(studies)
+    counts = records.spikes(OF_BETA2)
     counts = counts[counts["optimizer.name"].isin(optimizers)]
     counts = comparison.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
     values = _in_order(counts, varied)
     if len(values) < 2:
-        raise records.lacking(f"two values of {varied} with all else equal", studies)
+        raise records.lacking(f"two values of {varied} with all else equal", OF_BETA2)
     ours, differences = _by_value(counts, varied, value)
     ours += f" ({_runs(counts)})"
     by_seed = counts[counts[varied] == values[0]].groupby("seed")[value].mean()
@@ -133,29 +144,28 @@ def fewer(
     return records.larger(ours, differences, unless)
 
 
-def lower(
-    records: Evidence, study: str, varied: str, values: tuple, by: str, studies: Sequence[str]
-) -> Finding:
-    """Judges whether the highest loss spike is lower with a setting's first value than its second.
+def kq_norm(records: Evidence) -> Finding:
+    """Judges whether the highest loss spike is lower with KQ layer norm, at each beta2.
 
-    It must be lower at each level of `by`. The runs with the first value are those of a study, once
-    all of them have ended, those with the second of other studies. All but the GPU must agree.
+    The runs with it are those of its study, once all of them have ended, those without it of
+    `stability`. All but the GPU must agree.
     """
-    records.need_all(study, varied, values[:1])
-    counts, scores = records.spikes((study, *studies)), records.outcomes((study, *studies))
+    varied, studies = "intervention.name", ("kq_norm", "stability")
+    records.need_all("kq_norm", varied, ("kq_norm",))
+    counts, scores = records.spikes(studies), records.outcomes(studies)
     counts = counts.assign(gpu="", recall=counts["run"].map(scores.set_index("run")["recall"]))
-    pairs = comparison.matched(counts, varied, values)
-    if set(pairs[by]) != set(counts.loc[counts["experiment"] == study, by]):
-        raise records.lacking(f"runs at each {comparison.short(by)}", studies)
+    pairs, by = comparison.matched(counts, varied, ("kq_norm", "none")), "optimizer.beta2"
+    if set(pairs[by]) != set(counts.loc[counts["experiment"] == "kq_norm", by]):
+        raise records.lacking("runs at each beta2", studies[1:])
     parts, verdicts, num = [], [], []
-    for level, runs in pairs.groupby(by):
-        sample = Sample.of(evidence.difference(runs, varied, *values[::-1], HIGHEST))
-        means = runs.groupby(varied)[[HIGHEST, SPIKES, LARGE, "recall"]].mean().loc[[*values]]
+    for beta2, runs in pairs.groupby(by):
+        sample = Sample.of(evidence.difference(runs, varied, "none", "kq_norm", HIGHEST))
+        means = runs.groupby(varied)[[HIGHEST, SPIKES, LARGE, "recall"]].mean()  # with it first
         ours = (" instead of ".join(f"{mean:.3g}" for mean in means[name]) for name in means)
         highest, spikes, large, recall = ours
         parts.append(
-            f"{comparison.short(by)} {level:g}: {highest} nats, lower by {sample}; loss "
-            f"spikes per run {spikes}, over {spike_marks.LARGE:g} nat {large}; R@1, %, {recall}"
+            f"beta2 {beta2:g}: {highest} nats, lower by {sample}; loss spikes per run {spikes}, "
+            f"over {spike_marks.LARGE:g} nat {large}; R@1, %, {recall}"
         )
         verdicts.append(evidence.above(sample.low, sample.high, 0.0))
         num.append(sample.num)
@@ -164,18 +174,18 @@ def lower(
     return records.decide(ours, holds, min(num), "an interval contains 0")
 
 
-def follow(records: Evidence, studies: Sequence[str]) -> Finding:
+def follow(records: Evidence) -> Finding:
     """Judges the share of AdamW's loss spikes that follow an RMS spike of the patch embedding.
 
     Only runs in which RMS_t can reach the threshold count. Leads are counted from the detection and
     from the onset of the loss spike, and both shares must be large enough.
     """
-    counts = records.spikes(studies)
+    counts = records.spikes(OF_BETA2)
     counts = counts[counts["optimizer.name"] == "adamw"]
     num_left_out = (~counts["can_spike"]).sum()
     counts = counts[counts["can_spike"]]
     if counts.empty:
-        raise records.lacking("AdamW whose RMS_t of the patch embedding can spike", studies)
+        raise records.lacking("AdamW whose RMS_t of the patch embedding can spike", OF_BETA2)
     spiked = counts[counts[SPIKES] > 0]
     if spiked.empty:
         return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "no loss spikes")

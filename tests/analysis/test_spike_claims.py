@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from analysis import evidence, naming
-from analysis.claims import CAUSES
 from analysis.evidence import UNDECIDED, Evidence, holm, page
+from analysis.spike_judges import CAUSES
 from lowprec.clip.model import build_model
 from lowprec.config.schema import (
     DiagnosticsConfig,
