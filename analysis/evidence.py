@@ -228,7 +228,9 @@ def count_spikes(run: Runs, head: dict) -> dict[str, float]:
         **spike_marks.count_following(series, rms, protocol),
         HIGHEST: heights.max() if len(heights) else 0.0,
         LARGE: (heights > spike_marks.LARGE).sum(),
-        "can_spike": bool(np.isfinite(rms).any() and series.reaches(protocol)),
+        "can_spike": bool(
+            np.isfinite(rms).any() and not spike_marks.why_unreachable(series.beta2, protocol)
+        ),
     }
     for side, ending in (("step", ""), ("onset", "_by_onset")):
         near = spike_marks.signed_leads(series, protocol, side)

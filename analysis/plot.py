@@ -132,9 +132,9 @@ def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points | Rows:
         heads = heads.assign(**{column: heads[column].map(written)}).sort_values("order")
         columns = [*measures.OF_A_RUN, *(measures.RENAMED.get(key, key) for key in keys)]
         columns = tuple(dict.fromkeys([*columns, "group", y.column]))
-        return measures.by_run(runs, heads, columns, lambda run, _: last(run))
+        return measures.by_run(runs, heads, columns, last)
 
-    def last(run: Runs) -> pd.DataFrame:
+    def last(run: Runs, head: dict) -> pd.DataFrame:
         return measures.recorded(run, y.column).dropna().tail(1)
 
     def facets(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

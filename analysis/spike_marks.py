@@ -85,10 +85,6 @@ class Series:
         spikes = pd.concat(parts) if parts else others
         return spikes.sort_values(["step", "rms"], ascending=[True, False], kind="stable")
 
-    def reaches(self, protocol: Protocol) -> bool:
-        """Whether RMS_t can reach the threshold for RMS spikes; True if beta2 is unknown."""
-        return not why_unreachable(self.beta2, protocol)
-
 
 def read_series(run: Runs, pattern: str = "*") -> Series:
     """The series of `run`, which holds one run, up to the last step that has a row."""
@@ -285,14 +281,6 @@ def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
     follows[at] = leads(at, np.flatnonzero(rms_marks)) <= protocol.max_lead
     columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
     return pd.DataFrame({"step": np.arange(1, len(rms) + 1), **columns, "follows": follows})
-
-
-def split_by_kind(frame: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
-    """The rows of one run that begin a loss spike, by kind: rows, color and name."""
-    follows = frame["follows"].astype(bool)
-    others = frame["loss_spike"].astype(bool) & ~follows
-    name = f"loss spike 1-{frame['max_lead'].iloc[0]:g} steps after one"
-    return [(frame[follows], FOLLOWING, name), (frame[others], OTHER, "other loss spike")]
 
 
 def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:

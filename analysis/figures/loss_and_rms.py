@@ -4,7 +4,6 @@ import functools
 
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
 
 from analysis import comparison, measures, naming, panels, paper, spike_marks, style
 from analysis.grammar import Panels, by
@@ -61,7 +60,12 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
     at = frame[frame["rms_spike"]]
     below.plot(at["step"], at["rms"], "^", color=RMS, ms=3.5, label=f"RMS spike ({len(at)})")
-    for spikes, color, name in spike_marks.split_by_kind(frame):
+    others = frame["loss_spike"] & ~frame["follows"]
+    after = f"loss spike 1-{head['max_lead']:g} steps after one"
+    for spikes, color, name in (
+        (frame[frame["follows"]], spike_marks.FOLLOWING, after),
+        (frame[others], OTHER, "other loss spike"),
+    ):
         losses, label = spikes["loss"].clip(upper=top), f"{name} ({len(spikes)})"
         ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)
         for step in spikes["step"]:
@@ -70,11 +74,10 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_title(title(head))
     ax.tick_params(labelbottom=False)
     ax.set_xlim(0, head["num_steps"])
-    below.set(ylabel=r"$\mathrm{RMS}_t$", xlabel="step")
+    below.set_ylabel(r"$\mathrm{RMS}_t$")
     below.set_ylim(bottom=max(LOWEST, 0.9 * frame["rms"].min()))
     style.log_axis(below)
-    below.xaxis.set_major_formatter(EngFormatter(sep=""))
-    ax.locator_params(axis="x", nbins=5)
+    panels.step_axis(below)
     handles = [*below.get_legend_handles_labels()[0], *ax.get_legend_handles_labels()[0]]
     place = {"loc": "upper left", "bbox_to_anchor": (0, -0.48), "borderaxespad": 0}
     below.legend(handles=handles, handlelength=1, handletextpad=0.3, **place)

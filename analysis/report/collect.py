@@ -20,14 +20,6 @@ AROUND = 40  # steps kept in full on either side of a listed spike
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Limits on what the page holds for each run."""
-
-    points: int  # approximate number of points in a curve
-    spikes: int  # listed
-
-
-@dataclass(frozen=True)
 class RunData:
     """One run: its row of `Runs.runs`, curves over steps, spikes and speed."""
 
@@ -58,8 +50,11 @@ class RunData:
         return bool(is_ended or is_damaged or self.collapse)
 
 
-def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
-    """Reads and condenses `runs`, which holds one run. `tensor` is the glob of RMS_t's tensors."""
+def collect_run(runs: Runs, tensor: str, points: int, num_listed: int) -> RunData:
+    """Reads and condenses `runs`, which holds one run. `tensor` is the glob of RMS_t's tensors.
+
+    A curve has about `points` points, and those around `num_listed` spikes.
+    """
     summary = runs.runs.to_dict("records")[0]
     protocol = spike_marks.protocol_of_run(summary)
     series = spike_marks.read_series(runs)
@@ -73,10 +68,10 @@ def collect_run(runs: Runs, tensor: str, budget: Budget) -> RunData:
             curves[name] = metrics[name].reindex(range(1, len(rms) + 1)).to_numpy()
     curves = pd.DataFrame(curves, dtype=np.float32)
     curves.insert(0, "step", np.arange(1, len(curves) + 1, dtype=np.int32))
-    rows = thin(curves, budget.points, spikes["step"].head(budget.spikes).tolist())
+    rows = thin(curves, points, spikes["step"].head(num_listed).tolist())
     scores = {name: metrics[name].dropna() for name in metrics if "/" in name}
     unrecorded = spike_marks.why_unrecorded(series, protocol, tensor)
-    counts = series.reaches(protocol) and not unrecorded
+    counts = not (unrecorded or spike_marks.why_unreachable(series.beta2, protocol))
     verdict, collapse = spike_marks.collapse_of(summary, series.loss)
     return RunData(
         summary=summary,

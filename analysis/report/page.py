@@ -16,7 +16,7 @@ from analysis.comparison import counted
 from analysis.load import Runs
 from analysis.measures import name_methods
 from analysis.report import plots
-from analysis.report.collect import AROUND, Budget, RunData, collect_run, readable
+from analysis.report.collect import AROUND, RunData, collect_run, readable
 from analysis.run_files import NO_TENSORS, read_row_file
 from analysis.spike_marks import TENSOR, coinciding_note, describe_protocols
 from analysis.style import SMOOTHING
@@ -63,10 +63,10 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
     A browser loads the page again every `refresh` seconds, unless this is 0. `planned`: names of
     the sweep's runs that have not begun.
     """
-    points, spikes = (limit // len(runs) for limit in (POINTS, SPIKES))
-    budget = Budget(points=min(MAX_POINTS, max(100, points)), spikes=max(2, spikes))
+    points = min(MAX_POINTS, max(100, POINTS // len(runs)))
+    num_listed = max(2, SPIKES // len(runs))
     summaries = named(runs.summaries).sort_values("label", kind="stable", ignore_index=True)
-    data = [collect_run(runs.only(run), tensor, budget) for run in summaries["run"]]
+    data = [collect_run(runs.only(run), tensor, points, num_listed) for run in summaries["run"]]
     labels, looks = summaries["label"].tolist(), plots.looks(summaries)
     methods, groups = summaries["method"].tolist(), summaries["group"]
     chips = list(dict.fromkeys(methods))
@@ -85,7 +85,7 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         "around": AROUND,
     }
     curves, rows = plots.curve_figure(data, labels, looks)
-    plots.add_medians(curves, rows, data, groups, looks, budget.points)
+    plots.add_medians(curves, rows, data, groups, looks, points)
     return TEMPLATES.get_template("page.html.j2").render(
         css=Markup((FOLDER / "report.css").read_text()),
         javascript=Markup((FOLDER / "report.js").read_text()),
@@ -105,11 +105,11 @@ def make_page(runs: Runs, tensor: str = TENSOR, refresh: int = 0, planned: Seque
         tensor=tensor,
         has_tensor=any(run.whole["rms"].notna().any() for run in data),
         can_replay=any(run.can_replay for run in data),
-        budget=budget,
+        points=points,
         around=AROUND,
         unexamined=_unexamined(data),
         is_examined=not all(run.unexamined for run in data),
-        spikes=_spikes(data, names, budget),
+        spikes=_spikes(data, names, num_listed),
         settings_table=tables[0],
         runs=tables[1],
         failures=_failures(data, names),
@@ -216,11 +216,11 @@ def _unrecorded(data: list[RunData]) -> list[str]:
     ]
 
 
-def _spikes(data: list[RunData], names: list[Field], budget: Budget) -> dict:
+def _spikes(data: list[RunData], names: list[Field], num_listed: int) -> dict:
     """The table of loss spikes, the highest first, and counts over all of them."""
     rows = []
     for i, run in enumerate(data):
-        for spike in run.spikes.head(budget.spikes).to_dict("records"):
+        for spike in run.spikes.head(num_listed).to_dict("records"):
             step, tensors = spike["step"], spike["tensors"].split() or ["-"]
             more = f" +{len(tensors) - 1}" if len(tensors) > 1 else ""
             lead = "" if pd.isna(spike["lead"]) else int(spike["lead"])

@@ -16,7 +16,7 @@ from analysis import cli, load_runs, plot
 from analysis.cli import ChoiceError
 from analysis.figures import loss_curves
 from analysis.panels import legend_below, name_lines, name_points
-from analysis.report.collect import Budget, collect_run
+from analysis.report.collect import collect_run
 from analysis.report.plots import curve_figure
 from analysis.style import style
 from lowprec import waiting
@@ -332,6 +332,6 @@ def test_every_loss_plot_has_the_line_of_chance(runs):
     assert chance_lines(ax) == [np.log(128)]
     [ax] = drawn(loss_curves, loss_curves.query(runs))
     assert chance_lines(ax) == [np.log(128)]
-    data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, Budget(99, 1))]
+    data = [collect_run(runs.only(runs.summaries["run"][0]), CONV, 99, 1)]
     figure, _ = curve_figure(data, ["a"], [("#000000", "solid")])
     assert np.log(128) in [shape.y0 for shape in figure.layout.shapes]
