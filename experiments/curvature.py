@@ -23,12 +23,12 @@ from lowprec.train.distributed import Ranks
 from lowprec.train.source_digests import sources_of
 from lowprec.train.task import ContrastiveTask
 
-MEASURED = "predictors.jsonl"
+MEASURED, EVERY = "predictors.jsonl", 2  # steps
 PATCH_EMBEDDING = "visual.conv1.weight"
 
 
-def build_measured(config: Config, data: Data, world: Ranks, every: int) -> Built:
-    """Builds the objects of a run that is measured before every `every`-th step.
+def build_measured(config: Config, data: Data, world: Ranks) -> Built:
+    """Builds the objects of a run that is measured before every second step.
 
     The rows are appended to predictors.jsonl. Measuring does not change the run: it reads weights,
     moments and the batch, and restores the random state. RunError if a run is resumed that was not
@@ -39,9 +39,9 @@ def build_measured(config: Config, data: Data, world: Ranks, every: int) -> Buil
     plain, batches_from = plain_task(built), built.batches_from
 
     def measured_batches_from(first: int) -> Iterator[Batch]:
-        refuse_unmeasured(run, first - 1, every)
+        refuse_unmeasured(run, first - 1)
         for step, batch in enumerate(batches_from(first), first):
-            if step % every == 0:
+            if step % EVERY == 0:
                 row = {"step": step, **measure(built, plain, step, batch)}
                 with open(run / MEASURED, "a") as file:
                     file.write(encode_row(row))
@@ -51,9 +51,9 @@ def build_measured(config: Config, data: Data, world: Ranks, every: int) -> Buil
     return built
 
 
-def refuse_unmeasured(run: Path, last: int, every: int) -> None:
-    """Raises RunError if an `every`-th step of a run up to `last` was taken without measuring."""
-    due, rows = range(every, last + 1, every), scan_rows(run / MEASURED, {"step": int})[0]
+def refuse_unmeasured(run: Path, last: int) -> None:
+    """Raises RunError if a second step of a run up to `last` was taken without measuring."""
+    due, rows = range(EVERY, last + 1, EVERY), scan_rows(run / MEASURED, {"step": int})[0]
     if missing := sorted({*due} - {row.get("step") for row in rows}):
         raise RunError(
             f"{run}: {len(missing)} of {len(due)} rows are missing in {MEASURED}, which "

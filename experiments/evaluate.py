@@ -99,11 +99,10 @@ def evaluated(
     evaluation = built.evaluation()
     evaluation.num_shown = config.shown
     results = evaluation(built.task.model)
-    if evaluation.nearest:
-        of = {"step": step_of(checkpoint), "val": trained.data.val}
-        rows = [of | retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
-        durable.replace(run / "retrieved.jsonl", "".join(map(encode_row, rows)).encode())
     row = {"step": step_of(checkpoint), "val": trained.data.val}
+    if evaluation.nearest:
+        rows = [row | retrieved(built.data.val, *pair) for pair in evaluation.nearest.items()]
+        durable.replace(run / "retrieved.jsonl", "".join(map(encode_row, rows)).encode())
     return row | {"autocast": trained.precision.autocast}, results, evaluation.chance
 
 

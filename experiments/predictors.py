@@ -8,7 +8,6 @@ block's output. They are rows of `predictors.jsonl` in the run directory. The ru
 without clipping, loss scaling or low precision, in one process.
 """
 
-from functools import partial
 from operator import attrgetter
 
 from experiments import train
@@ -20,7 +19,6 @@ from lowprec.runs.identity import directory
 from lowprec.train.preflight import preflight
 from lowprec.train.source_digests import sources_of
 
-EVERY = 2  # steps
 NEEDED = {
     "optimizer.name": "adamw",
     "optimizer.optim_bits": 32,
@@ -49,11 +47,11 @@ def main(config: Config) -> None:
     from experiments.curvature import build_measured, refuse_unmeasured  # loads torch
 
     results: list[tuple] = []
-    train.main(config, results=results, build_objects=partial(build_measured, every=EVERY))
+    train.main(config, results=results, build_objects=build_measured)
     [(_, state, row)] = results
     if state == "ended before":
         run = directory(config, sources_of(config, open_data(config)))
-        refuse_unmeasured(run, row.get("step", 0), EVERY)
+        refuse_unmeasured(run, row.get("step", 0))
 
 
 if __name__ == "__main__":

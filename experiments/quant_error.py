@@ -54,7 +54,7 @@ class QuantErrorConfig:
 
 def main(config: QuantErrorConfig) -> None:
     """Measures, writes and prints."""
-    from experiments.quant_noise import capture, first_tokens, measure_random  # load torch
+    from experiments.quant_noise import capture, measure_random  # load torch
     from lowprec.nn.noise import layer_rows
 
     if config.run is None:
@@ -74,7 +74,9 @@ def main(config: QuantErrorConfig) -> None:
             for name in config.recipes
             for layer, tensors in layers.items()
             for num_tokens in config.num_tokens or [None]
-            for row in layer_rows(first_tokens(tensors, num_tokens), RECIPES[name])
+            for row in layer_rows(
+                {k: x if k == "w" else x[:num_tokens] for k, x in tensors.items()}, RECIPES[name]
+            )
         ]
     (run / "quant_error.jsonl").write_text("".join(map(encode_row, rows)))
     print(worst_layers(rows).to_string(index=False, float_format="{:.1f}".format))

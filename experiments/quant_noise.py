@@ -92,11 +92,6 @@ def find_layers(built: Built, layers: Sequence[str] = ("*",)) -> dict[str, nn.Mo
     return {name: modules.get(name) or modules[name.removesuffix(".in_proj")] for name in matching}
 
 
-def first_tokens(tensors: dict[str, Tensor], count: int | None) -> dict[str, Tensor]:
-    """The first tokens of x and g, all if None, and the whole w."""
-    return {name: x if name == "w" else x[:count] for name, x in tensors.items()}
-
-
 def measure_random(inner_dims: list[int], seed: int, run_dir: str) -> None:
     """Writes a line per case and inner dimension, for normally distributed numbers.
 

@@ -87,7 +87,8 @@ class ReplayedConfig(Config):
 def main(config: ReplayConfig, changes: list[str]) -> None:
     """Replays the control and each variant; prints and writes a comparison."""
     run = Path(config.run)
-    trained = asdict(read_config(run))
+    read = read_config(run)
+    trained = asdict(read)
     if removed := removed_settings(read_yaml(run / "config.yaml")):
         raise RunError(f"{run} cannot be replayed: it set {', '.join(removed)}, since removed")
     if not any(run.glob("*/step_*")):
@@ -109,7 +110,6 @@ def main(config: ReplayConfig, changes: list[str]) -> None:
     state, manifest = state_before(run, config.step, before)
     if layout := manifest["provenance"].get("layout"):  # the order of a stream depends on it
         trained["num_workers"] = layout["workers"]
-    read = read_config(run)
     if manifest["step"] + 1 >= (read.precision_change.step or math.inf):  # the change is past
         trained["precision"] = asdict(read.precision_at(manifest["step"] + 1))
         trained["precision_change"] = asdict(PrecisionChangeConfig())

@@ -52,34 +52,29 @@ class Shape(NamedTuple):
 def main(config: LayerConfig) -> None:
     """Measures each dim; exits with 1 if one of ours was wrong or failed."""
     device = pick_device(config.device)
-    modes = ["eager", "graph"] if device.type == "cuda" else ["eager"]
     lines = Lines(config.run_dir, "layer", device, PACKAGES)
     for dim in config.dims:
-        shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
-        facts = {"direction": "both", "dim": dim, "tokens": config.tokens}
-        measure(config, shapes, modes, device, lines, facts)
+        measure(config, dim, device, lines)
     lines.exit_if_failed()
 
 
-def measure(
-    config: LayerConfig,
-    shapes: list[Shape],
-    modes: list[str],
-    device: torch.device,
-    lines: Lines,
-    facts: dict,
-) -> None:
-    """Writes a line per case and mode, summed over the shapes."""
-    base: dict[str, float] = {}
+def measure(config: LayerConfig, dim: int, device: torch.device, lines: Lines) -> None:
+    """Writes a line per case and mode, summed over both directions."""
+    shapes = [Shape(config.tokens, *pair) for pair in ((dim, 4 * dim), (4 * dim, dim))]
     operations, shape = sum(s.operations for s in shapes), " + ".join(map(str, shapes))
+    facts = {"direction": "both", "dim": dim, "tokens": config.tokens}
+    base: dict[str, float] = {}
     for case in ("linear", *config.cases):
         peer = LINEAR_PEERS.get(case)
         dtype = peer.dtype if peer else "bf16"
-        for mode in modes:
+        for mode in ("eager", "graph") if device.type == "cuda" else ("eager",):
             options = {"is_ours": not peer, **facts, "mode": mode}
             with lines.measurement(case, shape, dtype, **options) as row:
-                parts = (timed(case, mode, one, device, config.repeats) for one in shapes)
-                ms = sum(parts)  # one in memory at a time
+                ms, graph = 0.0, mode == "graph"
+                for one in shapes:  # one in memory at a time
+                    ms += median_ms(
+                        checked_step(case, one, device), device, config.repeats, graph=graph
+                    )
                 if case == "linear":
                     base[mode] = ms
                 row.update(ms=ms, rate=operations / ms / 1e9, rate_unit="TFLOP/s")
@@ -87,12 +82,6 @@ def measure(
                     row.update(ratio_to=f"linear, {mode}", ratio=base[mode] / ms)
             if not row:
                 break
-
-
-def timed(case: str, mode: str, shape: Shape, device: torch.device, repeats: int) -> float:
-    """Milliseconds of a case's checked step."""
-    step = checked_step(case, shape, device)
-    return median_ms(step, device, repeats, graph=mode == "graph")
 
 
 def checked_step(case: str, shape: Shape, device: torch.device) -> Step:
