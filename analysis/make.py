@@ -102,7 +102,14 @@ def draw(
     code = {"commit": commit(digits=40), "versions": {p: package_version(p) for p in PACKAGES}}
     about = {"caption": caption, "command": called, **origin, **code}
     stem = out / (slug if scale == "paper" else f"{slug}_{scale}")
-    _write(stem, figure, frame, about)
+    with style():
+        canvas = Figure(layout="constrained")
+        figure.draw(frame, canvas)
+        panels.wrap_titles(canvas)
+        panels.add_title(canvas, figure.heading(frame), origin["mark"])
+        save(canvas, stem, frame)
+    text = json.dumps(about, indent=2, allow_nan=False)
+    durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())
     return stem, about
 
 
@@ -237,17 +244,6 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
 def _some(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
     return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-
-
-def _write(stem: Path, figure, frame: pd.DataFrame, about: dict) -> None:
-    with style():
-        canvas = Figure(layout="constrained")
-        figure.draw(frame, canvas)
-        panels.wrap_titles(canvas)
-        panels.add_title(canvas, figure.heading(frame), about["mark"])
-        save(canvas, stem, frame)
-    text = json.dumps(about, indent=2, allow_nan=False)
-    durable.replace(Path(f"{stem}.json"), f"{text}\n".encode())
 
 
 def _slugs_and_scales(

@@ -182,11 +182,6 @@ COMPARED = ("llm_int8", "fp8_tensorwise")  # with bands
 VISION, TEXT = "vision tower", "text tower"
 
 
-def with_errors(heads: pd.DataFrame) -> pd.DataFrame:
-    """The runs whose layers were measured by `python -m experiments.quant_error`."""
-    return heads[[(as_path(path) / "quant_error.jsonl").exists() for path in heads["path"]]]
-
-
 def noises(runs: Runs) -> pd.DataFrame:
     """One row per step, recipe and layer whose weight gradient the recipe quantizes.
 
@@ -301,7 +296,9 @@ FIGURES = {
     ),
     "layer_noise": Panels(
         studies=("weight_gradient",),
-        where=with_errors,
+        where=lambda heads: heads[
+            [(as_path(path) / "quant_error.jsonl").exists() for path in heads["path"]]
+        ],
         table=noises,
         plots=(plot_noises, plot_zeros),
         facet=by("tower"),

@@ -159,18 +159,13 @@ def still_removed(frame: pd.DataFrame) -> str:
     return f"{when}, all loss spikes are removed by {names}" if names else ""
 
 
-def size(frame: pd.DataFrame) -> tuple[float, float]:
-    """As high as there are changes."""
-    return 1.7, 1 + 0.24 * len(shares(frame).index.unique("change"))
-
-
 FIGURES = {
     "point_of_no_return": Panels(
         studies=("point_of_no_return",),
         table=replays,
         plots=(plot,),
         title=still_removed,
-        size=size,
+        size=lambda frame: (1.7, 1 + 0.24 * len(shares(frame).index.unique("change"))),
         what="loss spikes that a change removes, by the step at which it begins,",
         text=f"A spike is gone if it is lower than {STAYS:.0%} of its height in an unchanged "
         "replay. Last row, if there is one: the share of replays that change nothing but the last "

@@ -259,9 +259,9 @@ def look_of_change(head: pd.Series) -> tuple:
     name = head["setting"]
     if head["intervention"] != "none":
         return naming.INTERVENTIONS[head["intervention"]][1], "-"
-    return "#D55E00" if USUAL[0] not in name else style.RMS if USUAL[
-        1
-    ] not in name else "black", "-"
+    if USUAL[0] not in name:
+        return "#D55E00", "-"
+    return style.RMS if USUAL[1] not in name else "black", "-"
 
 
 def falling(frame: pd.DataFrame) -> str:
@@ -271,12 +271,6 @@ def falling(frame: pd.DataFrame) -> str:
         f"Mean R@1 is lower where attention logits are larger (Spearman's correlation {rank:.2f})"
     )
     return naming.in_minus(text) if rank < 0 else ""
-
-
-def adamw_in_16_bits(heads: pd.DataFrame) -> pd.DataFrame:
-    """AdamW's rows in 16 bits, runs that agree in every setting and the seed once."""
-    heads = heads[heads["scale"].notna() & (heads["precision.recipe"] == "high")]
-    return comparison.distinct(spike_marks.of_adamw(heads))
 
 
 PRODUCTS_IN_PRINT = dict(zip(("", *PRODUCTS), (
@@ -360,7 +354,11 @@ FIGURES = {
         studies=("spikes_vs_size", "spikes_vs_lr", "spikes_vs_batch", "optimizers",
                  "gradient_magnitude"),
         same_but=ANYTHING,
-        where=adamw_in_16_bits,
+        where=lambda heads: comparison.distinct(
+            spike_marks.of_adamw(
+                heads[heads["scale"].notna() & (heads["precision.recipe"] == "high")]
+            )
+        ),
         table=logits,
         x=Axis(column="logit_max", label="largest attention logit at the end", log=True),
         y=(Axis(column="recall", label=f"{RECALL} (%)"),),

@@ -46,11 +46,6 @@ def heights(runs: Runs) -> pd.DataFrame:
     return frame.astype({"height": float, "recall": float, "after_reset": bool})
 
 
-def of_part(name: str):
-    """Selects the rows of a part."""
-    return lambda frame: frame[frame["part"] == name]
-
-
 def compare_optimizers(frame: pd.DataFrame) -> str:
     """The title of `spike_heights`, at the largest beta2 that AdamW and others share."""
     num = frame.groupby("beta2")["optimizer"].nunique()
@@ -175,10 +170,14 @@ FIGURES = {
                 label="spike heights with medians (nats)",
                 log=True,
                 least=LEAST,
-                where=of_part("spikes"),
+                where=lambda frame: frame[frame["part"] == "spikes"],
                 median=True,
             ),
-            Axis(column="recall", label="R@1 of runs with means (%)", where=of_part("runs")),
+            Axis(
+                column="recall",
+                label="R@1 of runs with means (%)",
+                where=lambda frame: frame[frame["part"] == "runs"],
+            ),
         ),
         hue="optimizer",
         order=tuple(naming.OPTIMIZERS),
