@@ -14,25 +14,15 @@ from functools import partial
 from pathlib import Path
 
 from analysis import cli, evidence, judges, naming, paper, size_judges, spike_judges, spike_marks
-from analysis.evidence import (
-    HIGHEST,
-    LARGE,
-    MINI,
-    NO_RUNS,
-    NOT,
-    REPRODUCED,
-    SPIKES,
-    TIMES,
-    TRUE_SIZE,
-    UNDECIDED,
-    Evidence,
-    Finding,
-)
+from analysis.evidence import HIGHEST, LARGE, MINI, SPIKES, TIMES, TRUE_SIZE, Evidence, Finding
 from analysis.load import NoRunsError
 from analysis.run_files import as_path
 from lowprec.runs import durable
 
-VERDICTS = {NOT: "fails", UNDECIDED: "open", NO_RUNS: "open", REPRODUCED: "holds"}  # worst first
+VERDICTS = {  # worst first
+    **{evidence.NOT: "fails", evidence.UNDECIDED: "open", evidence.NO_RUNS: "open"},
+    evidence.REPRODUCED: "holds",
+}
 NEEDED = {  # at true size, for claims without a run
     "C4": "needs a run in which that fp8 fails",
     **dict.fromkeys(("C9", "C10", "C11"), "needs 30 runs of ViT-L/14"),
@@ -280,11 +270,11 @@ NOTE = (
     "for a share (Wilson; for C10 also over resampled runs). Accuracy is the mean R@1 of both "
     "directions. Our largest model is judged. Margins are ours. Runs are compared if they agree in "
     "every setting that affects the weights except the one named. "
-    f"{UNDECIDED.capitalize()} means that the evidence allows either verdict, or has one seed. "
-    "To count the seeds that would decide a row, the standard deviation over seeds is taken at its "
-    f"upper {evidence.UPPER:.0%} confidence limit. "
-    "Spikes are counted by each run's own thresholds. Benchmark rows (C6 to C8) have no interval: "
-    "each number is a single measurement. The paper makes no claim about C13, the schedule of "
+    f"{evidence.UNDECIDED.capitalize()} means that the evidence allows either verdict, or has one "
+    "seed. To count the seeds that would decide a row, the standard deviation over seeds is taken "
+    f"at its upper {evidence.UPPER:.0%} confidence limit. Spikes are counted by each run's own "
+    "thresholds. Benchmark rows (C6 to C8) have no interval: each number is a single measurement. "
+    "The paper makes no claim about C13, the schedule of "
     "beta2, that could be judged. C4, what rescues fp8 with one scale per tensor, is not judged: "
     "no run of ours with it fails."
 )
@@ -310,7 +300,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"no folder {', '.join(absent)}")
     records = Evidence(options.runs)
     rows = [(claim, judge(claim, records)) for claim in CLAIMS]
-    rows = [row for row in rows if row[0].short or row[1].verdict != NO_RUNS]
+    rows = [row for row in rows if row[0].short or row[1].verdict != evidence.NO_RUNS]
     options.out.mkdir(parents=True, exist_ok=True)
     sources = f"{len(records.summaries)} runs and the benchmark lines below "
     text = markdown(rows, sources + ", ".join(options.runs), size_judges.predictions(records))
@@ -326,7 +316,7 @@ def judge(claim: Claim, records: Evidence) -> Finding:
     try:
         return claim.judge(records.at(claim.scale))
     except NoRunsError as error:
-        return Finding("", NO_RUNS, str(error))
+        return Finding("", evidence.NO_RUNS, str(error))
 
 
 def summary(rows: list[tuple[Claim, Finding]]) -> str:
@@ -352,7 +342,7 @@ def _in_short(verdicts: dict[str, list[str]], elsewhere: dict[str, list[str]]) -
     A bare word stands for the whole statement: nothing that is judged `elsewhere` is left out.
     """
     worst = {name: next(v for v in VERDICTS if v in each) for name, each in verdicts.items()}
-    if set(worst.values()) <= {NO_RUNS}:
+    if set(worst.values()) <= {evidence.NO_RUNS}:
         return ""
     parts: dict[str, list[str]] = {}
     for word in ("holds", "fails", "open"):

@@ -14,16 +14,7 @@ import pandas as pd
 
 from analysis import bench, evidence, measures, naming, paper
 from analysis.comparison import counted
-from analysis.evidence import (
-    NO_GAIN,
-    NO_VERDICT,
-    SLOPE,
-    TWO_ONE_SIDED,
-    UNDECIDED,
-    Evidence,
-    Finding,
-    Sample,
-)
+from analysis.evidence import UNDECIDED, Evidence, Finding, Sample
 from analysis.load import NoRunsError
 
 H14 = paper.ACCURACY_MODEL
@@ -74,14 +65,14 @@ def same(
     logs = records.differences(varied, one, other, "log_loss", studies)
     *_, model = pairs
     of_losses = {
-        name: Sample.of(100 * np.expm1(values[np.isfinite(values)]), TWO_ONE_SIDED)
+        name: Sample.of(100 * np.expm1(values[np.isfinite(values)]), evidence.TWO_ONE_SIDED)
         for name, values in logs.items()
     }
     of_largest = of_losses.pop(model, None)
     ours = _of_models(pairs)
     for name, of_loss in of_losses.items():
         ours += f"; {naming.model(name)}, validation loss, %, 90%: {of_loss}"
-    ours += f"; 90%: {Sample.of(pairs[model], TWO_ONE_SIDED)}"
+    ours += f"; 90%: {Sample.of(pairs[model], evidence.TWO_ONE_SIDED)}"
     if of_largest and of_largest.num:
         ours += f"; validation loss, %, 90%: {of_largest}"
     return records.equal(ours, pairs[model])
@@ -178,10 +169,10 @@ def noise(records: Evidence) -> Finding:
     first, last = lines["inner_dim"].min(), lines["inner_dim"].max()
     ours = "; ".join(f"{case}: K^{slope:.3f}" for case, slope in slopes.items())
     ours += f" (independent random numbers, K from {first:,} to {last:,})"
-    if min(slopes.values()) < 1 - SLOPE:
+    if min(slopes.values()) < 1 - evidence.SLOPE:
         return Finding(ours, records.verdict(False), "the kernels fail a check that they must pass")
     why = "independent numbers must do so: a check of the kernels, passed, which decides nothing"
-    return Finding(ours, NO_VERDICT, why)
+    return Finding(ours, evidence.NO_VERDICT, why)
 
 
 def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model") -> Finding:
@@ -210,7 +201,7 @@ def end_to_end(records: Evidence, baseline: str, case: str, slug: str = "model")
         at_case = lines[(lines["case"] == case) & lines["file"].isin(saved.index.unique("file"))]
         why = ", ".join(at_case.get("quantized", pd.Series(dtype=str)).dropna().unique())
         why = f"timed with {why} layers in 8 bits" if why else ""
-        return Finding(ours, records.verdict(saved.max() <= NO_GAIN), why)
+        return Finding(ours, records.verdict(saved.max() <= evidence.NO_GAIN), why)
     why = "not a baseline of the paper" if baseline == "open_clip" else ""
     return Finding(ours, records.verdict(saved.min() >= paper.END_TO_END[0]), why)
 

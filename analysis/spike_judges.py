@@ -9,18 +9,7 @@ import pandas as pd
 
 from analysis import comparison, evidence, naming, spike_marks
 from analysis.comparison import counted
-from analysis.evidence import (
-    FOLLOWING,
-    HIGHEST,
-    LARGE,
-    SHARE,
-    SPIKES,
-    SURE,
-    UNDECIDED,
-    Evidence,
-    Finding,
-    Sample,
-)
+from analysis.evidence import HIGHEST, LARGE, SPIKES, UNDECIDED, Evidence, Finding, Sample
 from analysis.load import NoRunsError
 from lowprec.diagnostics.spikes import loss_spikes
 
@@ -190,20 +179,20 @@ def follow(records: Evidence) -> Finding:
     if spiked.empty:
         return Finding(f"no loss spike in {_runs(counts)}", UNDECIDED, "no loss spikes")
     chance = np.average(spiked["chance"], weights=spiked[SPIKES])
-    least, parts, verdicts = max(SURE, chance), [], []
+    least, parts, verdicts = max(evidence.SURE, chance), [], []
     for name, num, total in (
-        ("follow", FOLLOWING, SPIKES),
+        ("follow", evidence.FOLLOWING, SPIKES),
         ("from the onset", "num_by_onset", "num_onsets"),
     ):
         low, high = evidence.share_over_runs(spiked[num], spiked[total])
         num, total = spiked[num].sum(), spiked[total].sum()
         parts.append(f"{num} of {total} {name} ({num / total:.0%} [{low:.0%}, {high:.0%}])")
-        is_large = num / total >= SHARE and low >= least
-        verdicts.append(True if is_large else False if high < SHARE else None)
+        is_large = num / total >= evidence.SHARE and low >= least
+        verdicts.append(True if is_large else False if high < evidence.SHARE else None)
     ours = f"{', '.join(parts)}, by chance {chance:.1%}; {_same_step(counts)} ({_runs(counts)}; "
     ours += f"{num_left_out} left out because RMS_t is unknown or cannot reach the threshold)"
     holds = False if False in verdicts else None if None in verdicts else True
-    why = f"an interval contains {SHARE:.0%}, or begins below {least:.0%}"
+    why = f"an interval contains {evidence.SHARE:.0%}, or begins below {least:.0%}"
     return records.decide(ours, holds, spiked["seed"].nunique(), why)
 
 
@@ -215,7 +204,7 @@ def _same_step(counts: pd.DataFrame) -> str:
     return (
         f"a further {near} ({num['num_same_step_by_onset']} from the onset) begin at the very step "
         f"of an RMS spike, which cannot be their cause; with these, "
-        f"{(num[FOLLOWING] + near) / num[SPIKES]:.0%}; of {num[LARGE]} spikes over "
+        f"{(num[evidence.FOLLOWING] + near) / num[SPIKES]:.0%}; of {num[LARGE]} spikes over "
         f"{spike_marks.LARGE:g} nat, {num['num_large_following']} follow and "
         f"{num['num_large_same_step']} begin at its step (together {share})"
     )

@@ -264,7 +264,7 @@ def at_main_rate(heads: pd.DataFrame) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=4)  # the tables of a run, and the counts for each of its tensors, share them
-def _marks_and_onsets(series: Series, protocol: Protocol) -> tuple[np.ndarray, np.ndarray]:
+def marks_and_onsets(series: Series, protocol: Protocol) -> tuple[np.ndarray, np.ndarray]:
     """Bool [steps]: the steps at which a loss spike begins; int64 [spikes]: their onsets."""
     marks = loss_spikes(series.loss, protocol)
     return marks, onsets(series.loss, np.flatnonzero(marks) + 1)
@@ -276,7 +276,7 @@ def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
     `follows` marks loss spikes at most the protocol's `max_lead` steps after an RMS spike.
     """
     rms = series.rms_of(tensor)
-    (loss_marks, _), rms_marks = _marks_and_onsets(series, protocol), rms_spikes(rms, protocol)
+    (loss_marks, _), rms_marks = marks_and_onsets(series, protocol), rms_spikes(rms, protocol)
     at, follows = np.flatnonzero(loss_marks), np.zeros(len(rms), bool)
     follows[at] = leads(at, np.flatnonzero(rms_marks)) <= protocol.max_lead
     columns = {"loss": series.loss, "rms": rms, "loss_spike": loss_marks, "rms_spike": rms_marks}
@@ -294,7 +294,7 @@ def spike_table(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.
     spike 1 to `max_lead` steps before the step, the earliest first and the highest of a step first
     (see `Series.rms_spikes`).
     """
-    loss_marks, onset = _marks_and_onsets(series, protocol)
+    loss_marks, onset = marks_and_onsets(series, protocol)
     at = np.flatnonzero(loss_marks) + 1
     rms = pd.Series(series.rms_of(tensor))
     rms_at = np.flatnonzero(rms_spikes(rms, protocol)) + 1
@@ -348,7 +348,7 @@ def count_following(series: Series, rms: np.ndarray, protocol: Protocol) -> dict
     `rms` is RMS_t [steps] of one tensor. The last three are counted from the onset, where spikes
     that share one count once.
     """
-    loss_marks, onset = _marks_and_onsets(series, protocol)
+    loss_marks, onset = marks_and_onsets(series, protocol)
     rms_marks, onset_marks = rms_spikes(rms, protocol), np.zeros_like(loss_marks)
     onset_marks[onset - 1] = True
     by_step = lag_coincidence(loss_marks, rms_marks, protocol)

@@ -20,14 +20,7 @@ from analysis import measures, spike_marks, style
 from analysis.cli import ChoiceError
 from analysis.grammar import Panels
 from analysis.load import NoRunsError, Runs
-from lowprec.diagnostics.spikes import (
-    Protocol,
-    leads,
-    loss_spikes,
-    onsets,
-    relative_rms,
-    rms_spikes,
-)
+from lowprec.diagnostics.spikes import Protocol, leads, relative_rms, rms_spikes
 
 HORIZONS = (1, 2, 4, 8, 16, 32)  # steps
 THRESHOLDS = {  # in steps of 12% to 21%
@@ -77,8 +70,8 @@ def warnings(runs: Runs) -> pd.DataFrame:
 
 def _of_run(series: spike_marks.Series, protocol: Protocol) -> pd.DataFrame:
     rms, num_steps = series.rms_of(spike_marks.TENSOR), len(series.loss) - protocol.ignore_steps
-    at = np.flatnonzero(loss_spikes(series.loss, protocol)) + 1
-    spikes_from = {"detection": at, "onset": np.unique(onsets(series.loss, at))}
+    marks, onset = spike_marks.marks_and_onsets(series, protocol)
+    spikes_from = {"detection": np.flatnonzero(marks) + 1, "onset": np.unique(onset)}
     deviation = deviations(series.grad_norm, protocol.window)
     scores = {"rms": rms, "rho": relative_rms(rms, series.beta2)}
     scores |= {"deviation": deviation, "cusum": cumulative_sum(deviation)}

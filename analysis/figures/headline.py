@@ -7,22 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from analysis import marks, naming, panels, paper, style
-from analysis.figures.recipes import (
-    LOSS_CHANGE,
-    MAIN,
-    beside_bf16,
-    in_main_recipes,
-    loss_and_recall,
-    mean_change,
-    mean_of_several,
-    rate_and_format,
-    shows_rates_and_recipes,
-)
+from analysis.figures import recipes
 from analysis.grammar import ANYTHING, Axis, by_model
 from analysis.points import HEIGHT, REST, Rows
 from analysis.size_judges import MARGIN
 
-RECIPES = {name: naming.precision(name).removeprefix("hardware ") for name in MAIN}
+RECIPES = {name: naming.precision(name).removeprefix("hardware ") for name in recipes.MAIN}
 ASIDE = marks.slots(RECIPES, 0.4)  # of the distance of two rates
 DISTANCE, PAPER_RATE = 1.5, 2e-3
 IN_PAPER = {"vit_b14": "vit_b32", "vit_l14": "vit_l14", "vit_h14": "vit_h14"}  # by ours
@@ -35,7 +25,7 @@ class Headline(Rows):
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """All panels in a row."""
-        own = self._sorted(beside_bf16(frame[frame["counts"]]))
+        own = self._sorted(recipes.beside_bf16(frame[frame["counts"]]))
         rows = self._rows(own, self._labels(own))
         canvas.set_size_inches(2 * style.COLUMN_WIDTH, 1.4 * REST + HEIGHT * len(rows))
         left, *right = canvas.subplots(1, 1 + len(self.values))
@@ -88,20 +78,20 @@ FIGURES = {
     "headline": Headline(
         studies=("lr_map", "weight_gradient", "equality", "interventions"),
         same_but=ANYTHING,
-        where=in_main_recipes,
-        table=loss_and_recall,
+        where=recipes.in_main_recipes,
+        table=recipes.loss_and_recall,
         values=(
-            replace(LOSS_CHANGE, label="validation loss\nrelative to bf16 (%)",
-                    interval=mean_change),
+            replace(recipes.LOSS_CHANGE, label="validation loss\nrelative to bf16 (%)",
+                    interval=recipes.mean_change),
             Axis(column="recall_change", label="mean R@1\nrelative to bf16 (points)",
-                 reference=0, interval=mean_of_several),
+                 reference=0, interval=recipes.mean_of_several),
         ),
         blocks=at_rate,
         hue="recipe",
-        order=MAIN,
+        order=recipes.MAIN,
         name=lambda head: RECIPES[head["recipe"]],
-        title=rate_and_format,
-        shows=shows_rates_and_recipes,
+        title=recipes.rate_and_format,
+        shows=recipes.shows_rates_and_recipes,
         what="validation loss by learning rate, and loss and mean R@1 relative to bf16",
         text="Left: points are runs, lines join means. Right: relative to bf16 of the same seed, "
         "at the rate at which bf16 has its lowest loss; 90% intervals of three or more runs. Gray: "
