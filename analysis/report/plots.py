@@ -68,10 +68,8 @@ def curve_figure(
     for i, (run, label, (color, dashes)) in enumerate(zip(runs, labels, looks, strict=True)):
         name = escape(label)
         line = {"color": color, "width": 1, "dash": dashes}
-        _add_lines(figure, run.curves, name, {"run": i}, line, rows)
-        if "accuracy" in rows:
-            frame = run.accuracy.rename("accuracy").reset_index()
-            _add_line(figure, frame, "accuracy", name, {"run": i}, line, rows["accuracy"])
+        for frame in (run.curves, run.accuracy.rename("accuracy").reset_index()):
+            _add_lines(figure, frame, name, {"run": i}, line, rows)
         if len(run.spikes):
             spikes = go.Scatter(
                 x=run.spikes["step"].to_numpy(np.int32),
@@ -177,25 +175,19 @@ def _add_lines(
     figure: go.Figure, frame: pd.DataFrame, name: str, meta: dict, line: dict, rows: dict[str, int]
 ) -> None:
     """Adds the curves of a run or median, RMS_t of the selected and of all tensors to one panel."""
-    for kind in frame.columns.intersection(["loss", "rms", "max", "grad_norm", "lr"], sort=False):
+    for kind in frame.columns.intersection([*PANELS, "max"], sort=False):
         if row := rows.get("rms" if kind == "max" else kind):
-            _add_line(figure, frame, kind, name, meta, line, row)
-
-
-def _add_line(
-    figure: go.Figure, frame: pd.DataFrame, kind: str, name: str, meta: dict, line: dict, row: int
-) -> None:
-    text = "median" if "median" in meta else kind
-    trace = go.Scatter(
-        x=frame["step"].to_numpy(np.int32),
-        y=frame[kind].to_numpy(np.float32),
-        mode="lines",
-        name=name,
-        meta={**meta, "kind": kind},
-        line=line,
-        hovertemplate=f"step %{{x:,}}, {text} %{{y:.4g}}<extra>{name}</extra>",
-    )
-    figure.add_trace(trace, row=row, col=1)
+            text = "median" if "median" in meta else kind
+            trace = go.Scatter(
+                x=frame["step"].to_numpy(np.int32),
+                y=frame[kind].to_numpy(np.float32),
+                mode="lines",
+                name=name,
+                meta={**meta, "kind": kind},
+                line=line,
+                hovertemplate=f"step %{{x:,}}, {text} %{{y:.4g}}<extra>{name}</extra>",
+            )
+            figure.add_trace(trace, row=row, col=1)
 
 
 def above(runs: list[RunData]) -> str:
