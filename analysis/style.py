@@ -8,7 +8,6 @@ one setting tones.
 """
 
 import io
-import math
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -51,12 +50,6 @@ def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, floa
     shade = NARROW.get(name) or PRECISIONS.get(name, (name, OTHER))[1]
     shade = shade or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
     return paler(shade, variant)
-
-
-def beta2_color(beta2: float, variant: int = 0) -> tuple[float, float, float]:
-    """The color of a constant beta2 where lines differ by it: dark 0.5 to bright 0.999."""
-    averaged = math.log10(1 / (1 - beta2))  # of steps: 0.3 of 0.5, 3 of 0.999
-    return setting_color(averaged - 0.3, 2.7, variant)
 
 
 def setting_color(number: float, last: float, variant: int = 0) -> tuple[float, float, float]:

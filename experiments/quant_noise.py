@@ -54,7 +54,10 @@ def capture(
     trained.model.init_from = trained.model.init_from if checkpoint == 0 else None
     trained.batch_size = batch_size or trained.batch_size
     preflight(trained, training=False)
-    path = None if checkpoint == 0 else find_checkpoint(_checkpoint(run, checkpoint))
+    saved = {step_of(path): path for path in saved_steps(run / "checkpoints")}
+    if checkpoint and checkpoint not in saved:
+        raise RunError(f"{run} has no checkpoint of step {checkpoint}, only of {[*saved]}")
+    path = None if checkpoint == 0 else find_checkpoint(saved.get(checkpoint, run))
     step = step_of(path) if path else 0
     next_step = min(step + 1, trained.num_steps)
     trained = trained.at_step(next_step)
@@ -72,14 +75,6 @@ def capture(
         loss, _ = built.task.loss(batch.to(built.device))
         built.state.scaler.scale(loss).backward()
     return step, tensors
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    """The folder of a run's checkpoint; RunError names the steps that there are."""
-    saved = saved_steps(run / "checkpoints")
-    if step is None or step in map(step_of, saved):
-        return run if step is None else next(path for path in saved if step_of(path) == step)
-    raise RunError(f"{run} has no checkpoint of step {step}, only of {[*map(step_of, saved)]}")
 
 
 def find_layers(built: Built, layers: Sequence[str] = ("*",)) -> dict[str, nn.Module]:
