@@ -125,13 +125,12 @@ class Evidence:
             names = ", ".join(sorted(map(str, absent)))
             there = ", ".join(sorted(set(plan[varied].map(str))))
             raise ValueError(f"{study}_{self.scale} has {varied} {there}, not {names}")
-        of_values = plan[plan[varied].isin(list(values))]
-        shared = of_values.groupby("seed")[varied].nunique() == len(values)
-        own = of_values.index[of_values["seed"].map(shared)]
-        plan = plan.map(comparison.written)
-        columns = [name for name in plan if plan[name].nunique() > 1 or name in (*KNOWN_BY, varied)]
-        plan, ended = plan.loc[own, columns], ended.reindex(columns=columns).map(comparison.written)
-        runs, there = (set(table.itertuples(index=False, name=None)) for table in (plan, ended))
+        num_levels = plan.map(comparison.written).nunique()
+        columns = [name for name in plan if num_levels[name] > 1 or name in (*KNOWN_BY, varied)]
+        plan = plan[plan[varied].isin(list(values))]
+        plan = plan[plan.groupby("seed")[varied].transform("nunique") == len(values)]
+        tables = (table.reindex(columns=columns).map(comparison.written) for table in (plan, ended))
+        runs, there = (set(table.itertuples(index=False, name=None)) for table in tables)
         if missing := len(runs - there):
             raise self.lacking(f"{missing} of {len(runs)} runs", (study,))
 

@@ -59,10 +59,9 @@ def warnings(runs: Runs) -> pd.DataFrame:
     `within` steps before, as for RMS spikes: a burst of such steps is one warning. `num_followed`
     counts warnings that a loss spike follows by 1 to `horizon` steps, `num_warned` loss spikes that
     come 1 to `horizon` steps after a warning, and `sum_of_leads` the steps of these from the latest
-    warning. Loss spikes are counted from their detection or from
-    their onset, where spikes that share one count once. `followed_by_chance` and `warned_by_chance`
-    are the means of these counts over all circular shifts of the warnings along the steps that are
-    not ignored.
+    warning. Loss spikes are counted from their detection or from their onset, where spikes that
+    share one count once. `followed_by_chance` and `warned_by_chance` are the means of these counts
+    over all circular shifts of the warnings along the steps that are not ignored.
     """
     columns = (*spike_marks.OF_A_RUN, *CELL, "threshold", *COUNTS)
     return spike_marks.by_run(runs, columns, _of_run)

@@ -81,13 +81,11 @@ def one_narrow_product(runs: Runs) -> pd.DataFrame:
     """
     heads = scores(runs)
     narrow = comparison.narrow_products(heads)
-    names, parts = (
-        narrow.where(narrow != "", heads["precision"]),
-        narrow.str.partition(" ").reindex(columns=range(3)),
-    )
+    parts, is_wide = narrow.str.partition(" ").reindex(columns=range(3)), narrow == ""
+    names = narrow.mask(is_wide, heads["precision"])
     ends = [head.label.removeprefix(head.method) for head in heads.itertuples()]
     heads = heads.assign(method=names, label=names + ends)
-    heads["product"], heads["format"] = parts[0], parts[2].where(narrow != "", heads["precision"])
+    heads["product"], heads["format"] = parts[0], parts[2].mask(is_wide, heads["precision"])
     columns = ["product", "format", *measures.OF_A_RUN, *MEASURES]
     return heads.loc[~narrow.str.contains("+", regex=False), columns]
 
