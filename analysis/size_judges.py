@@ -15,10 +15,9 @@ from scipy import stats
 
 from analysis import comparison, evidence, naming
 from analysis.evidence import ALPHA, TWO_ONE_SIDED, UNDECIDED, Evidence, Finding, Sample
-from analysis.judges import RECIPE, feature_ratios
+from analysis.judges import H14, RECIPE, feature_ratios
 from analysis.load import NoRunsError
 
-LARGEST = "vit_h14"
 EQUALITY = "equality"  # alone decides FAMILY: its seeds have chosen nothing
 STUDIES = ("weight_gradient", "lr_map", EQUALITY, "accuracy_vs_size")
 OF_WIDTH, WIDTHS = "weight_gradient", ["vit_b14", "vit_l14", "vit_h14"]  # the sizes it names
@@ -153,7 +152,7 @@ def fails(records: Evidence) -> Finding:
         f"{naming.model(model)} at {lr:g}: {_counts(words)}"
         for (model, lr), words in pairs[FP8].items()
     )
-    largest = pairs[pairs.index.get_level_values("model.name") == LARGEST]
+    largest = pairs[pairs.index.get_level_values("model.name") == H14]
     lone = largest[largest.map(len).min(axis=1) < 2]
     failing = largest[FP8].map(lambda words: set(words) == {"fails"})
     if failing.drop(lone.index).any():
@@ -167,9 +166,9 @@ def _ratios(
     records: Evidence, recipes: Sequence[str], low: float, high: float = math.inf
 ) -> tuple[str, str]:
     of_models = {name: feature_ratios(records, name, STUDIES, EARLY) for name in recipes}
-    ratios = {name: by_model.get(LARGEST) for name, by_model in of_models.items()}
+    ratios = {name: by_model.get(H14) for name, by_model in of_models.items()}
     if missing := [name for name, values in ratios.items() if values is None]:
-        raise records.lacking(f"{missing[0]} and bf16 of {LARGEST}", STUDIES)
+        raise records.lacking(f"{missing[0]} and bf16 of {H14}", STUDIES)
     ours = "; ".join(
         f"{naming.PRECISIONS.get(name, [name])[0]} {_values(values)}"
         for name, values in ratios.items()
@@ -188,7 +187,7 @@ def _values(ratios: pd.Series) -> str:
 def _kq_norm(records: Evidence) -> tuple[str, str]:
     runs = records.outcomes(("interventions",))
     is_it = (runs["intervention.name"] == "kq_norm") & (runs["optimizer.lr"] == 2e-3)
-    recalls = runs.loc[is_it & (runs["model.name"] == LARGEST), "recall"]
+    recalls = runs.loc[is_it & (runs["model.name"] == H14), "recall"]
     if recalls.empty:
         raise records.lacking("kq_norm at 0.002", ("interventions",))
     ours = " and ".join(map("{:.1f}%".format, recalls))

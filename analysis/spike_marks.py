@@ -42,7 +42,7 @@ OF_A_RUN = ("run", "scale", "data", "model", "optimizer", "beta2", "seed", "stat
 KINDS = {name: type(value) for name, value in asdict(Protocol()).items()}  # int or float
 NUM_NAMES = 4  # of tensors to choose from
 LARGE = 1.0  # nats: the height above which a loss spike is large
-FOLLOWING, OTHER = "#D55E00", "#666666"  # a loss spike that follows an RMS spike, any other
+FOLLOWING = "#D55E00"  # a loss spike that follows an RMS spike; others are gray
 
 
 @dataclass(frozen=True, eq=False)

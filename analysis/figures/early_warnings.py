@@ -46,9 +46,8 @@ LOOKS = {  # score: (in print, color, dashes, as some lines lie upon others)
 }
 SLACK = 0.5  # standard deviations that CUSUM allows in each step: half of the shift to be found
 NUM_SAMPLES, LEVEL = 1000, 0.95  # of intervals
-WARNINGS = ("num_warnings", "num_followed", "followed_by_chance")
-SPIKES = ("num_spikes", "num_warned", "warned_by_chance", "sum_of_leads")
-COUNTS = (*WARNINGS, *SPIKES)
+COUNTS = ("num_warnings", "num_followed", "followed_by_chance")
+COUNTS += ("num_spikes", "num_warned", "warned_by_chance", "sum_of_leads")
 CELL = ("counted_from", "score", "horizon")
 
 

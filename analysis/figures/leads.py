@@ -17,7 +17,7 @@ from analysis.load import NoRunsError, Runs
 from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, onsets, rms_spikes
 
 SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
-KINDS = {"before the RMS spike": spike_marks.OTHER, "at its step": style.RMS,
+KINDS = {"before the RMS spike": style.OTHER, "at its step": style.RMS,
          "after it": spike_marks.FOLLOWING}  # fmt: skip
 OF_A_LEAD = ("num_spikes", "num_large", "by_chance")
 

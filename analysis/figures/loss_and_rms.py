@@ -9,7 +9,6 @@ from analysis import comparison, measures, naming, panels, paper, spike_marks, s
 from analysis.grammar import Panels, by
 from analysis.load import Runs
 
-OTHER, RMS = spike_marks.OTHER, style.RMS
 LOWEST = 0.1  # RMS_t of an axis; that of a collapsed model goes to 0
 MARKS = ("step", "loss", "rms", "loss_spike", "rms_spike", "follows")
 COLUMNS = (*measures.OF_A_RUN, *MARKS)
@@ -56,15 +55,15 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
     ax.plot(frame["step"], frame["loss"], color=color, lw=0.7, rasterized=True)
     ax.set(ylabel="training loss", ylim=(None, top))
     panels.draw_chance(ax, frame["batch_size"])
-    below.plot(frame["step"], frame["rms"], color=RMS, lw=0.7, rasterized=True)
-    below.axhline(head["rms_threshold"], color=OTHER, lw=0.7, ls=(0, (4, 2)))
+    below.plot(frame["step"], frame["rms"], color=style.RMS, lw=0.7, rasterized=True)
+    below.axhline(head["rms_threshold"], color=style.OTHER, lw=0.7, ls=(0, (4, 2)))
     at = frame[frame["rms_spike"]]
-    below.plot(at["step"], at["rms"], "^", color=RMS, ms=3.5, label=f"RMS spike ({len(at)})")
+    below.plot(at["step"], at["rms"], "^", color=style.RMS, ms=3.5, label=f"RMS spike ({len(at)})")
     others = frame["loss_spike"] & ~frame["follows"]
     after = f"loss spike 1-{head['max_lead']:g} steps after one"
     for spikes, color, name in (
         (frame[frame["follows"]], spike_marks.FOLLOWING, after),
-        (frame[others], OTHER, "other loss spike"),
+        (frame[others], style.OTHER, "other loss spike"),
     ):
         losses, label = spikes["loss"].clip(upper=top), f"{name} ({len(spikes)})"
         ax.plot(spikes["step"], losses, "v", color=color, ms=4, label=label, zorder=3)

@@ -69,8 +69,6 @@ def at_step(frame: pd.DataFrame) -> str:
 def ended_at_several_rates(heads: pd.DataFrame) -> pd.DataFrame:
     """The runs that ended, of the precisions that ran at several rates if a model has some."""
     heads = heads[heads["state"].isin(ENDED)]
-    if heads.empty:
-        return heads
     num = heads.groupby(["model.name", "precision.label"])["optimizer.lr"].transform("nunique")
     most = num.groupby(heads["model.name"]).transform("max")
     return heads[(num > 1) | (most == 1)]

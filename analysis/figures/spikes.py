@@ -139,7 +139,7 @@ def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
     ax.set_ylim(0, 1.3 * ax.get_ylim()[1])
     text = f"{SKIPS.get(head['scaler'], 'skips')}, by run: {naming.join(counts)}"
     ax.text(3 - AROUND, 0.95, text, fontsize=7, transform=above)
-    ax.axvline(0, ymax=0.78, color=spike_marks.OTHER, lw=0.7, ls=":")
+    ax.axvline(0, ymax=0.78, color=style.OTHER, lw=0.7, ls=":")
     ax.set(xlim=(-AROUND, AROUND), xlabel="steps from detection of the highest loss spike")
     scales = frame["loss_scale"].dropna()
     first, *ends = (
