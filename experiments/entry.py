@@ -117,19 +117,16 @@ class Unbroken:
 
     def write(self, text: str) -> int:
         """Writes text, and returns its length."""
-        with self._unread():
-            self.stream.write(text)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         """Writes what is buffered."""
-        with self._unread():
-            self.stream.flush()
+        self._try(self.stream.flush)
 
-    @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
+    def _try(self, call: Callable, *arguments: str) -> None:
         try:
-            yield
+            call(*arguments)
         except BrokenPipeError:
             with open(os.devnull, "w") as nowhere:  # takes what is buffered, too
                 os.dup2(nowhere.fileno(), self.stream.fileno())
