@@ -27,9 +27,9 @@ def in_one_panel(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [("", frame)]
 
 
-def by(column: str, title: Callable[[Any], str] = str) -> Facet:
-    """A function that makes a part for each value of a column, in order of appearance."""
-    return lambda frame: [(title(v), part) for v, part in frame.groupby(column, sort=False)]
+def by(columns: str | list[str], title: Callable[[Any], str] = str) -> Facet:
+    """A function that makes a part for each value of some columns, in order of appearance."""
+    return lambda frame: [(title(v), part) for v, part in frame.groupby(columns, sort=False)]
 
 
 def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:

@@ -134,14 +134,6 @@ def _gradients(run: Runs, head: dict) -> pd.DataFrame:
     return pd.concat(parts)
 
 
-def by_label(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """A part for the runs of a model that differ in seed alone."""
-    parts = frame.groupby(["model", "label"], sort=False)
-    return [
-        (f"{naming.model(m)}, {label}".replace(" (", "\n("), part) for (m, label), part in parts
-    ]
-
-
 def plot_gradients(frame: pd.DataFrame, ax: Axes) -> None:
     """The runs of one label: lines by block, the first and the last in color."""
     head = frame.iloc[0]
@@ -284,7 +276,10 @@ FIGURES = {
         studies=("gradient_magnitude",),
         table=gradients,
         plots=(plot_gradients,),
-        facet=by_label,
+        facet=by(
+            ["model", "label"],
+            lambda at: f"{naming.model(at[0])}, {at[1]}".replace(" (", "\n("),
+        ),
         size=(1, 2.0),
         title=ratios_of_ends,
         shows=measures.comparing("model", "intervention"),

@@ -1,6 +1,7 @@
 """Figures of recipes relative to bf16: validation loss and features, by model and learning rate."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -25,7 +26,8 @@ def relative_to_bf16(runs: Runs) -> pd.DataFrame:
     """
     heads = measures.with_recipe(measures.with_scores(runs, measures.named_heads(runs)))
     columns = (*measures.OF_A_RUN, "recipe", "loss_change", "step", "feature_ratio")
-    frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), _early_size)
+    last_size = partial(measures.last_size, share=EARLY)
+    frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), last_size)
     settings = _settings(runs, frame)
     frame["loss_change"] = loss_change(frame, settings)
     frame["feature_ratio"] = frame["size"] / _of_bf16(frame["size"], frame, settings)
@@ -53,11 +55,6 @@ def _of_bf16(values: pd.Series, frame: pd.DataFrame, settings: pd.Series) -> pd.
     keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
     bases = values.set_axis(keys)[(frame["recipe"] == "bf16").to_numpy()]
     return bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
-
-
-def _early_size(run: Runs, head: dict) -> pd.DataFrame:
-    record = measures.last_size(run, head, EARLY)
-    return record.assign(validation_loss=head["validation_loss"])
 
 
 def at_step(frame: pd.DataFrame) -> str:

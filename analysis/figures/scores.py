@@ -245,11 +245,8 @@ USUAL = ("learning rate 2e-3", "batch 1,024")  # left out of names of settings
 
 
 def _largest_logit(run: Runs, head: dict) -> pd.DataFrame:
-    try:
-        values = run.tensors("*resblocks.*", "logit_max").drop(columns="run").set_index("step")
-    except LookupError:
-        return pd.DataFrame()
-    return values.iloc[-1:].max(axis=1).rename("logit_max").reset_index()
+    name = "logit_max/*resblocks.*"
+    return measures.recorded(run, name).tail(1).rename(columns={name: "logit_max"})
 
 
 def look_of_change(head: pd.Series) -> tuple:
