@@ -270,7 +270,7 @@ def marks_and_onsets(series: Series, protocol: Protocol) -> tuple[np.ndarray, np
     return marks, onsets(series.loss, np.flatnonzero(marks) + 1)
 
 
-def mark(series: Series, protocol: Protocol, tensor: str) -> pd.DataFrame:
+def mark(series: Series, protocol: Protocol, tensor: str = TENSOR) -> pd.DataFrame:
     """One row per step: loss, rms, loss_spike and rms_spike (one begins here), follows.
 
     `follows` marks loss spikes at most the protocol's `max_lead` steps after an RMS spike.

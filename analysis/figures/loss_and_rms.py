@@ -1,7 +1,5 @@
 """Figures of loss and RMS_t of the patch embedding on one time axis: 9, 16 to 21 in the paper."""
 
-import functools
-
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -38,8 +36,7 @@ def marked(runs: Runs) -> pd.DataFrame:
     `loss_spike` and `rms_spike` mark the steps where a spike begins, by the thresholds of the run's
     own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
-    mark = functools.partial(spike_marks.mark, tensor=spike_marks.TENSOR)
-    frame = spike_marks.by_run(runs, COLUMNS, mark)
+    frame = spike_marks.by_run(runs, COLUMNS, spike_marks.mark)
     rank = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
     order = frame.assign(rank=rank).sort_values(["rank", "beta2"], kind="stable").index
     return frame.loc[order]
