@@ -20,7 +20,9 @@ from analysis.run_files import as_path
 from lowprec.runs import durable
 
 VERDICTS = {  # worst first
-    **{evidence.NOT: "fails", evidence.UNDECIDED: "open", evidence.NO_RUNS: "open"},
+    evidence.NOT: "fails",
+    evidence.UNDECIDED: "open",
+    evidence.NO_RUNS: "open",
     evidence.REPRODUCED: "holds",
 }
 NEEDED = {  # at true size, for claims without a run

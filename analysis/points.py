@@ -147,7 +147,8 @@ class Points(OfRuns):
         ax.set_xlabel(x.name(frame))
         if named:
             ax.set_xticks(range(len(named)), named.values())
-            ax.set_xlim(-0.45, max(places, default=0) + 0.45)
+            last = len(named) - 1 if y.median else max(places, default=0)
+            ax.set_xlim(-0.45, last + 0.45)
         elif x.log:
             panels.number_axis(ax, frame[x.column])
         panels.value_axis(ax, is_log)

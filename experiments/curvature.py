@@ -52,7 +52,7 @@ def build_measured(config: Config, data: Data, world: Ranks) -> Built:
 
 
 def refuse_unmeasured(run: Path, last: int) -> None:
-    """Raises RunError if a second step of a run up to `last` was taken without measuring."""
+    """Raises RunError if a step of a run up to `last` was due and has not been measured."""
     due, rows = range(EVERY, last + 1, EVERY), scan_rows(run / MEASURED, {"step": int})[0]
     if missing := sorted({*due} - {row.get("step") for row in rows}):
         raise RunError(

@@ -141,12 +141,13 @@ def test_a_protocol_of_a_config_is_that_of_its_name_with_what_is_given():
 
 
 def test_a_beta2_without_loss_spikes_says_so(plant, query):
-    for beta2, bumps in ((0.8, {}), (0.99, {400: 3})):
+    for beta2, bumps in ((0.8, {}), (0.99, {400: 3}), (0.999, {})):
         columns = dict.fromkeys(RECALL, np.full(STEPS, 0.3))
         plant(bumps, beta2=beta2, columns=columns, experiment="stability")
     left, right = drawn(spike_heights, query(spike_heights))
     at = [(text.get_text(), text.get_position()[0]) for text in left.texts]
-    assert at == [("none", 0)] and "none" not in [text.get_text() for text in right.texts]
+    assert at == [("none", 0), ("none", 2)] and left.get_xlim()[1] > 2
+    assert "none" not in [text.get_text() for text in right.texts]
 
 
 @pytest.mark.parametrize(("gap", "is_open"), [(400, True), (799, True), (798, False), (801, False)])
