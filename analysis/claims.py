@@ -39,7 +39,7 @@ class Claim:
     `margin` puts into words the numbers that the judge applies; they are in `analysis/evidence.py`,
     `size_judges.py` (true size) and `paper.py`. `short` names what the row decides in the table of
     verdicts, which leaves out rows without it (exploratory ones and checks). The judge sees the
-    runs at `scale`.
+    runs at `scale`, once those have ended that `needs` names (see `Evidence.need_all`).
     """
 
     number: str
@@ -49,6 +49,7 @@ class Claim:
     judge: Callable[..., Finding]
     short: str = ""
     scale: str = MINI
+    needs: tuple = ()
 
 
 SIZES = ("accuracy_vs_size", "loss_curves")
@@ -105,6 +106,12 @@ ALONE = {  # what only the weight gradient in int8 costs: the runs compared with
     "in int8 costs more accuracy than the output in int8": ("output int8", ABOVE_0),
     "in int8 costs more accuracy than the input gradient in int8": ("grad_input int8", ABOVE_0),
 }
+# of ViT-L/14: all 30 runs of its study, by the rules of experiments/PROTOCOL.md
+WATCHED = {
+    "scale": TRUE_SIZE,
+    "needs": ("stability", "optimizer.name", ("adamw", "adamw_clip", "stable_adamw")),
+}
+STABLE_AT_SIZE = partial(STABLE, least_beta2=0.98)
 CLAIMS = (
     Claim("C1", "SwitchBack int8 matches bf16's accuracy, mini scale",
           f"within {paper.EQUAL:g} point; {_papers('switchback')}", MATCHES,
@@ -228,11 +235,30 @@ CLAIMS = (
       for value, subject, more in ((SPIKES, "loss spikes", ""),
                                    (HIGHEST, "the highest loss spike", " (exploratory)"))
       for cause in spike_judges.CAUSES),
-    Claim("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps",
-          f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
-          f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
-          "chance, both from detection and from the onset",
-          spike_judges.follow, short="lag of 1 to 8"),
+    *(Claim("C9", f"{subject} with beta2, true size{more}", "no number",
+            "one-sided Page test at 5% within seeds",
+            partial(spike_judges.trend, cause="beta2", value=value), short=short, **WATCHED)
+      for value, subject, more, short in (
+          (SPIKES, "loss spikes grow", "", "beta2"),
+          (HIGHEST, "the highest loss spike grows", " (exploratory)", ""))),
+    Claim("C9", "loss spikes grow with the learning rate, true size", "no number", ABOVE_0,
+          partial(spike_judges.fewer, varied="optimizer.lr", least_beta2=0.99),
+          short="learning rate", **WATCHED),
+    *(Claim("C10", f"a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps{at}",
+            f"{_NUM} of {_OF} ({_NUM / _OF:.0%}), by chance about {paper.BY_CHANCE:.0%}",
+            f"{evidence.SHARE:.0%} or more, with its interval above {evidence.SURE:.0%} and above "
+            "chance, both from detection and from the onset",
+            spike_judges.follow, short="lag of 1 to 8", **of_scale)
+      for at, of_scale in (("", {}), (", true size", WATCHED))),
+    Claim("C11", "StableAdamW removes the spikes, true size", "none",
+          "no spikes where AdamW has some, with an interval above 0 over pairs",
+          partial(STABLE_AT_SIZE, gone=True), short="StableAdamW removes", **WATCHED),
+    Claim("C11", "the highest loss spike is lower with StableAdamW, true size (exploratory)",
+          "none", ABOVE_0, partial(STABLE_AT_SIZE, value=HIGHEST), **WATCHED),
+    Claim("C11", "a lower beta2 also removes spikes, true size", "none",
+          "no spikes at the lowest beta2, with an interval above 0",
+          partial(spike_judges.fewer, varied="optimizer.beta2", gone=True),
+          short="lower beta2 removes", **WATCHED),
     Claim("C11", "StableAdamW removes the spikes", "none",
           f"no spikes where AdamW has some, with an interval above 0 over pairs{REMAINS}",
           partial(STABLE, gone=True),
@@ -244,7 +270,8 @@ CLAIMS = (
     Claim("C11", "the highest loss spike is lower with StableAdamW (exploratory)", "none", ABOVE_0,
           partial(STABLE, value=HIGHEST)),
     Claim("C11", "KQ layer norm lowers the highest loss spike at each beta2 (exploratory)", "none",
-          f"{ABOVE_0} at each beta2", spike_judges.kq_norm),
+          f"{ABOVE_0} at each beta2", spike_judges.kq_norm,
+          needs=("kq_norm", "intervention.name", ("kq_norm",))),
     Claim("C11", "StableAdamW beats gradient clipping at beta2 0.99, mini scale",
           f"{_ACC['stable_adamw'][0.99] - _ACC['adamw_clip'][0.99]:+.1f} points {BY_EYE}", ABOVE_0,
           partial(OPTIMIZERS, one="stable_adamw", other="adamw_clip",
@@ -315,8 +342,11 @@ def main(arguments: list[str]) -> int:
 
 def judge(claim: Claim, records: Evidence) -> Finding:
     """Returns the claim's finding; without evidence, it names the command to run."""
+    records = records.at(claim.scale)
     try:
-        return claim.judge(records.at(claim.scale))
+        if claim.needs:
+            records.need_all(*claim.needs)
+        return claim.judge(records)
     except NoRunsError as error:
         return Finding("", evidence.NO_RUNS, str(error))
 

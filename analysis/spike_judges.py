@@ -136,11 +136,10 @@ def fewer(
 def kq_norm(records: Evidence) -> Finding:
     """Judges whether the highest loss spike is lower with KQ layer norm, at each beta2.
 
-    The runs with it are those of its study, once all of them have ended, those without it of
-    `stability`. All but the GPU must agree.
+    The runs with it are those of its study, those without it of `stability`. All but the GPU must
+    agree.
     """
     varied, studies = "intervention.name", ("kq_norm", "stability")
-    records.need_all("kq_norm", varied, ("kq_norm",))
     counts, scores = records.spikes(studies), records.outcomes(studies)
     counts = counts.assign(gpu="", recall=counts["run"].map(scores.set_index("run")["recall"]))
     pairs, by = comparison.matched(counts, varied, ("kq_norm", "none")), "optimizer.beta2"

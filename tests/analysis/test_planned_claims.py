@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import make, paper
+from analysis import evidence, make, paper
 from analysis.evidence import NO_RUNS, UNDECIDED, Evidence
 from analysis.load import NoRunsError
 from analysis.measures import RECALL, VALIDATION_LOSS
@@ -17,6 +17,7 @@ PLANNED = {"scale": "mini", "model": "mini_l", "batch_size": 1024, "num_steps": 
 IN_BLOCKS = {"format": "e1m6", "g": "32x32", "x": "32x32"}
 BLOCKS = {"recipe": "custom", "products": {"grad_weight": IN_BLOCKS}}
 LAST_BLOCK = paper.BLOCK.format(ModelConfig().vision_layers - 1)
+CONV1 = "visual.conv1.weight"
 EQUAL, IN_32 = "int8 matches bf16's accuracy", "blocks of 32 x 32"
 
 
@@ -186,3 +187,39 @@ def test_nothing_is_said_of_kq_norm_until_all_of_its_runs_are_in(spiked, tmp_pat
     for beta2 in STRONG[1:]:
         spiked(WITHOUT, beta2, 2.0)
     assert one(root, "C11", LOWERS).verdict == HELD
+
+
+SIZED = {"scale": "true_size", "model": "vit_l14", "batch_size": 1024, "num_steps": 1500}
+BUMPS = {0.98: [60], 0.99: [60, 100], 0.999: [60, 100, 140]}  # by beta2
+AT_SIZE = {  # verdicts if only AdamW spikes, more often at a larger beta2 and not at half the rate
+    ("C9", "loss spikes grow with beta2, true"): "reproduced",
+    ("C9", "loss spikes grow with the learning rate, true"): "reproduced",
+    ("C10", "a loss spike follows an RMS spike of the patch embedding by 1 to 8 steps, true"):
+        "not reproduced",
+    ("C11", "StableAdamW removes the spikes, true"): "reproduced",
+    ("C11", "a lower beta2 also removes spikes, true"): "reproduced",
+}  # fmt: skip
+
+
+def test_spikes_of_vit_l14_are_judged_once_all_thirty_runs_are_in(make_run, tmp_path):
+    names = ["optimizer.name", "optimizer.beta2", "optimizer.lr", "seed"]
+    *plan, last = evidence.planned("stability_true_size")[names].itertuples(index=False)
+    tables = {"tensors": {"rms": pd.DataFrame({CONV1: np.ones(STEPS)}, range(1, STEPS + 1))}}
+
+    def make_planned(optimizer, beta2, lr, seed):
+        spikes = (optimizer, lr) == ("adamw", 5e-4)
+        losses = spiking(STEPS, BUMPS.get(beta2, []) if spikes else [], 2 + 0.01 * seed, 4)
+        make_run(
+            optimizer=optimizer, beta2=beta2, lr=lr, seed=seed, losses=losses, steps=STEPS,
+            clip_norm=1.0 if optimizer == "adamw_clip" else None,
+            clip_threshold=1.0 if optimizer == "stable_adamw" else None, experiment="stability",
+            flush=STEPS, tables=tables, diagnostics=PROTOCOL, **SIZED,
+        )  # fmt: skip
+
+    for row in plan:
+        make_planned(*row)
+    for words in AT_SIZE:
+        assert one(tmp_path / "runs", *words).why.startswith("1 of 30 runs: ")
+    make_planned(*last)
+    for words, verdict in AT_SIZE.items():
+        assert one(tmp_path / "runs", *words).verdict == f"{verdict} at true size", words
