@@ -72,8 +72,8 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
     """Returns SwitchBack's time as the sum of its operations: `ms`, which includes `quantize_ms`.
 
     Lines are those of `benchmarks.ops`; times are means over both directions of a layer. `base_ms`
-    is the same in 16 bits. One row per tokens, dim and `series` (int8, fp8) for which a file has
-    all operations; NoRunsError if there are none.
+    is the same in 16 bits. One row per device, tokens, dim and dtype (int8, fp8) for which a file
+    has all operations; NoRunsError if there are none.
     """
     ours = lines[lines["case"].isin(QUANTIZE + PRODUCTS) & lines["ms"].notna()]
     size, operation, rows = ["tokens", "dim"], ["dtype", "case"], []
@@ -90,7 +90,7 @@ def switchback_times(lines: pd.DataFrame) -> pd.DataFrame:
                 rows.append((*at, dtype, total, sum(quantize), sum(base)))
     if not rows:
         raise NoRunsError("no file has all operations of SwitchBack and of 16 bits for any dim")
-    columns = ["file", "source", "tokens", "dim", "series", "ms", "quantize_ms", "base_ms"]
+    columns = ["file", "device", "tokens", "dim", "dtype", "ms", "quantize_ms", "base_ms"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -141,7 +141,7 @@ def quantize_shares(lines: pd.DataFrame) -> pd.DataFrame:
 
     Raises NoRunsError unless one file has all operations at some dim.
     """
-    times = switchback_times(lines)
+    times = switchback_times(lines).rename(columns={"device": "source", "dtype": "series"})
     times["value"] = 100 * times["quantize_ms"] / times["ms"]
     return times[["file", "source", "series", "tokens", "dim", "value"]]
 

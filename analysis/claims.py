@@ -25,9 +25,9 @@ VERDICTS = {  # worst first
     evidence.NO_RUNS: "open",
     evidence.REPRODUCED: "holds",
 }
-NEEDED = {  # at true size, for claims without a run
+NEEDED = {  # at true size, for claims that cannot be judged yet
     "C4": "needs a run in which that fp8 fails",
-    **dict.fromkeys(("C9", "C10", "C11"), "needs 30 runs of ViT-L/14"),
+    **dict.fromkeys(("C9", "C10", "C11"), "needs all 30 runs of ViT-L/14"),
     "C12": "needs 4 runs",
 }
 

@@ -148,7 +148,8 @@ def kq_norm(records: Evidence) -> Finding:
     parts, verdicts, num = [], [], []
     for beta2, runs in pairs.groupby(by):
         sample = Sample.of(evidence.difference(runs, varied, "none", "kq_norm", HIGHEST))
-        means = runs.groupby(varied)[[HIGHEST, SPIKES, LARGE, "recall"]].mean()  # with it first
+        means = runs.groupby(varied)[[HIGHEST, SPIKES, LARGE, "recall"]].mean()
+        means = means.loc[["kq_norm", "none"]]
         ours = (" instead of ".join(f"{mean:.3g}" for mean in means[name]) for name in means)
         highest, spikes, large, recall = ours
         parts.append(

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-FIGURES = {}  # of all modules here
+FIGURES = {}  # of all modules here, each of which has a table of this name
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     FIGURES |= importlib.import_module(_module.name).FIGURES
 

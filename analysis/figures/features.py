@@ -124,8 +124,9 @@ def gradients(runs: Runs) -> pd.DataFrame:
 
 
 def _gradients(run: Runs, head: dict) -> pd.DataFrame:
-    parts, depth = [], np.nan_to_num(head["vision_layers"], nan=1)  # unknown: the first block
-    for block in sorted({int(block * depth // paper.DEPTH) for block in paper.BLOCKS}):
+    depth = 1 if pd.isna(head["vision_layers"]) else int(head["vision_layers"])  # 1 if unknown
+    parts = []
+    for block in sorted({block * depth // paper.DEPTH for block in paper.BLOCKS}):
         values = run.series(TENSOR.format(block), "grad_norm")
         values = values.where(np.isfinite(values) & (values > 0))
         smoothed = style.smooth(values)

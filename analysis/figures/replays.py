@@ -52,8 +52,8 @@ def read_replays(
 
     Damaged files are left out with a warning.
     """
-    parts = [pd.DataFrame()]
-    for path in sorted((as_path(head["path"]) / "replays").glob("*.csv"), key=str):
+    folder, parts = as_path(head["path"]) / "replays", [pd.DataFrame()]
+    for path in sorted(folder.glob("*_table.csv" if is_table else "step_*.csv"), key=str):
         try:
             if path.name.endswith("_table.csv") == is_table:
                 parts.append(parse(pd.read_csv(io.BytesIO(read_file(path)))))
@@ -67,7 +67,7 @@ def _changed(table: pd.DataFrame) -> pd.DataFrame:
     table = table[list(TYPES)].astype(TYPES)
     height = table.loc[table["change"] == CONTROL, "height"].iloc[0]
     changed = ~table["change"].isin([CONTROL, UNCHANGED]) & (table["lead"] > 0)
-    return table[changed & (height > spike_marks.LARGE)].assign(height_of_control=height)
+    return table[changed & ~(height <= spike_marks.LARGE)].assign(height_of_control=height)
 
 
 def _replays(run: Runs, head: dict) -> pd.DataFrame:

@@ -51,7 +51,7 @@ def plot_papers(frame: pd.DataFrame, ax: Axes) -> pd.DataFrame:
 
 def profile(lines: pd.DataFrame) -> pd.DataFrame:
     """`value`: time in % that SwitchBack's operations save."""
-    saved = bench.switchback_times(lines)
+    saved = bench.switchback_times(lines).rename(columns={"device": "source", "dtype": "series"})
     saved["value"] = bench.saved_percent(saved["ms"], saved["base_ms"])
     ours = saved[["file", "source", "series", "tokens", "dim", "value"]]
     return with_papers(ours, paper.SAVED)

@@ -44,6 +44,12 @@ def test_key_holds_every_setting_of_a_runs_identity_but_those_that_change_no_wei
     assert set(flatten(identity(Config()))) - set(comparison.KEY) == FREE
 
 
+def test_runs_that_differ_in_any_setting_of_the_key_are_distinct():
+    grouped = {f"precision_change.{name}" for name in ("step", "recipe", "autocast")}
+    for key in grouped.union(comparison.KEY):
+        assert len(comparison.distinct(table({}, {key: "other"}))) == 2, key
+
+
 def test_runs_are_paired_unless_they_differ_in_a_setting_that_changes_weights():
     for key, value in CHANGES.items():
         runs = table({}, SWITCHBACK, {"seed": 1}, {**SWITCHBACK, "seed": 1, key: value})
