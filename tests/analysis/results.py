@@ -19,7 +19,7 @@ def rows_of(start):
 
 
 def claim(number, words):
-    """The row of claims.md with a number whose statement begins with the words, mini scale first."""
+    """The row of claims.md with a number whose statement begins with the words, mini first."""
     lines = CLAIMS.partition("## All rows")[2].splitlines()
     lines = [line for line in lines if line.startswith(f"| {number} | {words}")]
     [line] = [line for line in lines if ", true size |" not in line] or lines

@@ -34,6 +34,14 @@ def test_notebook_is_short_and_has_links_with_targets_and_no_outputs(name):
     assert set(re.findall(r"`(\d\d_\w+)`", text)) <= set(NOTEBOOKS)
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_all_that_a_notebook_imports_from_the_project_exists(name):
+    cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for line in re.findall(r"^from (?:analysis|experiments|lowprec)\b.* import .*", code, re.M):
+        exec(line, {})
+
+
 @pytest.mark.filterwarnings("default")  # of the packages that run notebooks
 @pytest.mark.slow
 @pytest.mark.parametrize(
