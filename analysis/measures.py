@@ -4,7 +4,7 @@ Figures and verdicts share these measures; nothing here draws.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -53,10 +53,11 @@ def final_loss(losses: np.ndarray) -> float:
 def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     """One row per run that has steps, with `method`, `variant` and `label`, and short column names.
 
-    A figure shows the config keys `by` in its own way, so `method` distinguishes runs only within
-    one value of each. `precision` names its change too, and `optimizer` 8-bit moments and the
-    response to warnings. `label` adds how the run ended. `scale` is that of the run's study, NaN
-    without one. Runs with a damaged config are left out; NoRunsError if no run is left.
+    A figure shows the config keys `by` in its own way, so `method` states only settings in which
+    runs differ within one value of each. `precision` names its change too, and `optimizer` 8-bit
+    moments and the response to warnings. `label` adds how the run ended. `scale` is that of the
+    run's study, NaN without one. Runs with a damaged config are left out; NoRunsError if no run is
+    left.
     """
     steps = runs.metrics.groupby("run")["step"]
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
@@ -68,8 +69,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
     for key, name in (("precision.label", _precision), ("optimizer.name", _optimizer)):
         heads[key] = [name(head) for head in heads.to_dict("records")]
-    groups = heads.groupby(list(by), dropna=False) if by else [((), heads)]
-    heads = pd.concat([name_methods(group) for _, group in groups])
+    heads = name_methods(heads.sort_values(list(by), kind="stable") if by else heads, by)
     heads.loc[heads["data.name"] == "unknown", "batch_size"] = 0  # another trainer's
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     heads["scale"] = heads["scale"].where(heads["experiment"].notna())
@@ -92,31 +92,32 @@ def _optimizer(head: dict) -> str:
     return name if action == "none" else f"{name}_on_warning_{action}"
 
 
-def name_methods(heads: pd.DataFrame) -> pd.DataFrame:
+def name_methods(heads: pd.DataFrame, by: Sequence[str] = ()) -> pd.DataFrame:
     """Adds `method` and `variant` to rows of `Runs.runs`.
 
     `method` states every setting that changes weights (`analysis/comparison.py`) and in which runs
-    of one method and model differ, or else their digests. `variant` counts the settings of one
-    method. A single run of unknown precision, as `watch` records it, has its name as the method.
+    of one method and model differ within one value of each of the keys `by`, or else their digests.
+    `variant` numbers the settings of one method, from the one with the most runs on. A run of
+    unknown precision, as `watch` records it, has its name as the method, if there is one.
     """
     pairs = zip(heads["precision.label"], heads["optimizer.name"], strict=True)
     heads = heads.assign(method=[naming.method(*pair) for pair in pairs], variant=0)
     for _, group in heads.groupby("method"):
-        if list(group["precision.label"]) == ["unknown"]:
+        within = [group[key].map(comparison.written) for key in ("model.name", *by)]
+        if set(group["precision.label"]) == {"unknown"} and not _repeats(group["run"], within[1:]):
             heads.loc[group.index, "method"] = group["run"]
             continue
         settings = pd.Series("", index=group.index)
         for key in comparison.columns(group):
             texts = group[key].map(comparison.written)
-            if len(set(texts)) == 1:
-                continue
-            if texts[texts != ""].groupby(group["model.name"]).nunique().gt(1).any():
+            if len(set(texts)) > 1 and _repeats(texts[texts != ""], within):
                 settings += [f", {comparison.short(key)}={text or 'unknown'}" for text in texts]
-        settings = _tell_repeats_apart(settings.str.removeprefix(", "), group)
+        settings = _tell_repeats_apart(settings.str.removeprefix(", "), group, within)
         if settings.any():
-            order = {setting: i for i, setting in enumerate(sorted(set(settings)))}
+            usual = settings.value_counts()
+            order = sorted(usual.index, key=lambda setting: (-usual[setting], setting))
             heads.loc[group.index, "method"] += " (" + settings + ")"
-            heads.loc[group.index, "variant"] = settings.map(order)
+            heads.loc[group.index, "variant"] = settings.map(order.index)
     return heads
 
 
@@ -281,9 +282,17 @@ def _label(head: dict) -> str:
     return method
 
 
-def _tell_repeats_apart(settings: pd.Series, group: pd.DataFrame) -> pd.Series:
+def _repeats(values: pd.Series, within: list[pd.Series]) -> bool:
+    """Whether rows that agree in `within` have different values."""
+    keys = [one[values.index] for one in within] or [pd.Series(0, values.index)]
+    return bool(values.groupby(keys).nunique().gt(1).any())
+
+
+def _tell_repeats_apart(
+    settings: pd.Series, group: pd.DataFrame, within: list[pd.Series]
+) -> pd.Series:
     """Adds the digest to the names of runs that share their settings and seed."""
-    same = [settings, group["model.name"], group["seed"]]
+    same = [settings, *within, group["seed"]]
     several = settings.groupby(same).transform("size") > 1
     twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run
     names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")

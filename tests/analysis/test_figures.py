@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import load_runs, make, paper
+from analysis import load_runs, make, measures, paper
 from analysis.figures import FIGURES, formats, loss_curves, losses
 from analysis.figures.scores import largest_features
 from analysis.measures import RECALL, VALIDATION_LOSS
@@ -266,3 +266,12 @@ def test_features_of_int8_weight_gradients_are_told_only_if_they_are_the_largest
     )
     assert largest_features(means, ~is_int8) == ""
     assert largest_features(means[:2], is_int8[:2]) == ""
+
+
+def test_a_setting_that_differs_at_one_value_is_named_at_all(make_run, tmp_path):
+    for beta2, lr in ((0.9, 1e-3), (0.99, 5e-4), (0.99, 1e-3)):
+        make_run(beta2=beta2, lr=lr)
+    heads = measures.named_heads(load_runs(tmp_path / "runs"), ("optimizer.beta2",))
+    names = heads.sort_values(["lr", "beta2"])[["method", "variant"]].to_numpy().tolist()
+    usual = ["bf16, AdamW (lr=0.001)", 0]
+    assert names == [["bf16, AdamW (lr=0.0005)", 1], usual, usual]
