@@ -91,7 +91,12 @@ def make_figure(
     """
     heads = runs.runs[runs.runs["scale"].notna()]  # a damaged config has no settings
     for key, value in (where or {}).items():
-        heads = heads[heads[_key(heads, key)].map(written) == value]
+        values = heads[_key(heads, key)].map(written)
+        if len(heads) and value not in set(values):
+            allowed = sorted(set(values))
+            hint = nearest(value, allowed)
+            raise ChoiceError(f"no run has {key}={value}; there are {', '.join(allowed)}{hint}")
+        heads = heads[values == value]
     if heads.empty:
         raise ChoiceError(f"no run has {', '.join(f'{k}={v}' for k, v in (where or {}).items())}")
     runs = runs.where(runs.summaries["run"].isin(heads["run"]))

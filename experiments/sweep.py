@@ -178,7 +178,8 @@ def cancel(texts: list[str]) -> None:
         active = [s.index for s in run_states if s.state in ACTIVE or s.index in waiting]
         for index in active:  # first: a run that is told to stop must not be started again
             plan.mark(index, "cancelled").touch()
-        print(f"{len(active)} runs cancelled; `resubmit --cancelled` continues them")
+        again = shlex.join(["python", "-m", "experiments.sweep", "resubmit", "--cancelled", *texts])
+        print(f"{len(active)} runs cancelled; to continue them: {again}")
         slurm.cancel(plan)  # also jobs that an earlier `cancel` did not reach
 
 

@@ -68,10 +68,10 @@ def watch(
             of them must watch. None: each process records its own.
 
     Raises:
-        ValueError: an unknown protocol, a number out of bounds, parameters on several devices, or
-            an optimizer without betas, such as SGD; at a step, an optimizer that has no such state,
-            uses amsgrad, adds weight decay to the gradient, as Adam does, or has since got other
-            parameters or another order of them.
+        ValueError: an unknown protocol, a number out of bounds, parameters on several devices, an
+            optimizer of another model, or one without betas, such as SGD; at a step, an optimizer
+            that has no such state, uses amsgrad, adds weight decay to the gradient, as Adam does,
+            or has since got other parameters or another order of them.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -101,6 +101,8 @@ class Monitor:
         self.model_name, params = type(_inside(model)).__name__, self._params()
         self.recipe = _recipe_of(model)
         named = {p: name.replace("_orig_mod.", "") for name, p in _inside(model).named_parameters()}
+        if not any(p in named for p in params):
+            raise ValueError("the optimizer has no parameter of the model")
         self._ids = [*map(id, params)]
         self.names = [named.get(p, f"parameter {i}") for i, p in enumerate(params)]
         self.device = params[0].device

@@ -255,7 +255,7 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
         ({"hue": "optimizer.beta"}, "no key optimizer.beta; nearest: optimizer.beta2"),
         ({"hue": "precison"}, "no key precison; nearest: precision$"),
         ({"y": "waits"}, "and STATISTIC/TENSOR$"),  # wall_s is not near
-        ({"where": {"seed": "7"}}, "no run has seed=7"),
+        ({"where": {"seed": "7"}}, "no run has seed=7; there are "),
     ],
 )
 def test_a_wrong_name_is_refused_with_the_nearest(runs, words, message):

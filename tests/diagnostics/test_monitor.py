@@ -1,5 +1,6 @@
 """`watch` in the harness and in other loops: statistics, losses, spikes."""
 
+import copy
 import logging
 import math
 from types import SimpleNamespace
@@ -279,6 +280,8 @@ def test_what_cannot_be_watched_is_refused():
             optimizer.step()
     with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq .* use AdamW, Adam or"):
         watch(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
+        watch(copy.deepcopy(model), torch.optim.AdamW(model.parameters()))
     optimizer = torch.optim.Adamax(model.parameters())  # only its state shows it
     watch(model, optimizer)
     with pytest.raises(ValueError, match="Adamax has no exp_avg and .* use AdamW, Adam or"):

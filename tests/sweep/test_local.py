@@ -275,7 +275,7 @@ def test_cancel_stops_what_trains_and_resubmit_continues_it(sweeps, here, capsys
     sweeps.submit(parallel=1)
     sweeps.until((here / "begun").exists)
     sweep.cancel([])
-    assert "3 runs cancelled" in capsys.readouterr().out
+    assert "3 runs cancelled; to continue them: python -m " in capsys.readouterr().out
     sweep.cancel([])  # nothing is left
     assert sweeps.names() == ["cancelling", "cancelled", "cancelled"]
     with pytest.raises(SystemExit):
