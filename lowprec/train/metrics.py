@@ -304,10 +304,13 @@ class MetricsBuffer:
         if self.num_skips <= max(SKIPS_TOLERATED, rate * num_read):
             return None
         skips = scan_rows(self.record.run / "skips.jsonl")[0]
+        num_bad = len({(skip.get("shard"), skip.get("key")) for skip in skips})
+        if num_bad <= SKIPS_TOLERATED:  # each of them was read in every pass
+            return None
         shards = Counter(skip.get("shard") for skip in skips).most_common(3)
         worst = ", ".join(f"{shard} ({count})" for shard, count in shards)
         reason = (
-            f"{self.num_skips} of {num_read} samples could not be read, more than "
+            f"{num_bad} samples could not be read, {self.num_skips} of {num_read} times, more than "
             f"data.max_skip_rate={rate:g}; the worst shards: {worst}; the last reason: "
             f"{skips[-1]['reason']} (skips.jsonl lists all)"
         )
