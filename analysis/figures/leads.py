@@ -138,6 +138,8 @@ def pooled(frame: pd.DataFrame) -> pd.DataFrame:
 def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     """A bar per tensor: loss spikes that follow its RMS spikes, and those it is first for."""
     table = pooled(frame)
+    if not table["num_following"].any():
+        raise NoRunsError("no loss spike follows an RMS spike of any tensor")
     table = table.head(NUM_TENSORS).sort_values("num_following", kind="stable")
     rows = np.arange(len(table))
     colors = [spike_marks.FOLLOWING if q < LEVEL else "#BBBBBB" for q in table["q"]]

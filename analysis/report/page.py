@@ -171,13 +171,14 @@ def _subtitle(summaries: pd.DataFrame, num_planned: int) -> str:
 
 def _cards(data: list[RunData]) -> list[tuple[str, str, str, str]]:
     """The numbers at the top of the page: name, value, more, and the section that has them."""
-    counts = [len(run.spikes) for run in data]
-    total, more = f"{sum(counts):,}", f"in {sum(map(bool, counts))} of {len(data)} runs"
-    if all(run.unexamined for run in data):
+    counts = [len(run.spikes) for run in data if not run.unexamined]
+    runs = "runs" if len(counts) == len(data) else "examined runs"
+    total, more = f"{sum(counts):,}", f"in {sum(map(bool, counts))} of {len(counts)} {runs}"
+    if not counts:
         total, more = "not examined", ""
     num_bad = sum(run.needs_attention for run in data)
     some = "failed, stopped, at chance level or damaged"
-    why = some if num_bad else "none failed, stopped, is at chance level or damaged"
+    why = some if num_bad else "no run failed, stopped or is damaged, none is at chance level"
     spikes = "loss spikes", total, more, "spikes"
     return [spikes, ("need attention", str(num_bad), why, "failures")]
 

@@ -140,6 +140,8 @@ def test_panels_are_those_with_data_and_short_runs_are_not_examined(make_run, pa
     assert sentence in page.section("Loss spikes")
     assert "mean over the last tenth of the steps, at most 40" in page.section("Results, and")
     assert page.section("Results, and").count("not examined") == 5  # runs, setting
+    make_run(num_steps=1200, seed=2)
+    assert "in 0 of 1 examined runs" in page_of().text
 
 
 def test_a_change_of_precision_is_marked_and_told_apart(make_run, page_of):

@@ -90,6 +90,8 @@ def test_warnings_of_runs_without_spikes_are_not_drawn(plant, query):
         plant({}, beta2=beta2, experiment="stability")
     with pytest.raises(NoRunsError, match="no run has what is drawn: loss spikes"):
         drawn(spike_warnings, query(spike_warnings))
+    with pytest.raises(NoRunsError, match="no loss spike follows an RMS spike of any tensor"):
+        drawn(tensors_before_spikes, query(tensors_before_spikes))
 
 
 def test_only_a_rate_with_fewer_runs_of_its_model_and_optimizer_is_a_control():
