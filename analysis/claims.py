@@ -303,9 +303,8 @@ NOTE = (
     "seed. To count the seeds that would decide a row, the standard deviation over seeds is taken "
     f"at its upper {evidence.UPPER:.0%} confidence limit. Spikes are counted by each run's own "
     "thresholds. Benchmark rows (C6 to C8) have no interval: each number is a single measurement. "
-    "The paper makes no claim about C13, the schedule of "
-    "beta2, that could be judged. C4, what rescues fp8 with one scale per tensor, is not judged: "
-    "no run of ours with it fails."
+    "The paper makes no claim about C13, the schedule of beta2, that could be judged. C4, what "
+    "rescues fp8 with one scale per tensor, is not judged: no run of ours with it fails."
 )
 
 IN_SHORT = (

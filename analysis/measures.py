@@ -69,7 +69,9 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})
     for key, name in (("precision.label", _precision), ("optimizer.name", _optimizer)):
         heads[key] = [name(head) for head in heads.to_dict("records")]
-    heads = name_methods(heads.sort_values(list(by), kind="stable") if by else heads, by)
+    if by:  # in the order of their values, which need not be of one type
+        heads = pd.concat([group for _, group in heads.groupby(list(by), dropna=False)])
+    heads = name_methods(heads, by)
     heads.loc[heads["data.name"] == "unknown", "batch_size"] = 0  # another trainer's
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     heads["scale"] = heads["scale"].where(heads["experiment"].notna())
