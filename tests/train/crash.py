@@ -77,10 +77,10 @@ class Disk:
         copy = f"{self.snapshots}/{len(self.points):04d}.{kind}"
         shutil.copytree(self.root, copy)
         if kind == "cut":
-            for path in Path(self.root).rglob("*"):
+            for path in Path(copy).rglob("*"):  # another thread may have created a file since
                 if path.is_file():
-                    kept = min(path.stat().st_size, self.synced.get(path.stat().st_ino, 0))
-                    ORIGINAL["truncate"](copy + str(path).removeprefix(self.root), kept)
+                    inode = os.stat(self.root + str(path).removeprefix(copy)).st_ino
+                    ORIGINAL["truncate"](path, min(path.stat().st_size, self.synced.get(inode, 0)))
             for pair in reversed(self.renames):
                 before, after = (copy + path.removeprefix(self.root) for path in pair)
                 if os.path.exists(after):
