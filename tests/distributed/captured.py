@@ -1,4 +1,4 @@
-"""Trains the configs of a JSON file under torchrun; with the word `eager`, captures no step."""
+"""Trains the configs of a JSON file under torchrun, each with its word: `captured` or `eager`."""
 
 import json
 import sys
@@ -7,14 +7,13 @@ from pathlib import Path
 from lowprec.config.check import check
 from lowprec.train import step
 
-if sys.argv[2] == "eager":
-    step.can_capture = lambda config, device: False  # before others import it
+can_capture, call, replays = step.can_capture, step.GraphedStep.__call__, []
+step.can_capture = lambda *words: word == "captured" and can_capture(*words)  # others import it
+step.GraphedStep.__call__ = lambda self, batch: replays.append(self) or call(self, batch)
 
-from experiments import train as entry
+from experiments import train as entry  # noqa: E402
 
-plain, replays = step.GraphedStep.__call__, []
-step.GraphedStep.__call__ = lambda self, batch: replays.append(self) or plain(self, batch)
-
-for raw in json.loads(Path(sys.argv[1]).read_text()):
+for word, raw in json.loads(Path(sys.argv[1]).read_text()):
+    replays.clear()
     entry.main(check(raw))
-assert bool(replays) == (sys.argv[2] != "eager")
+    assert bool(replays) == (word == "captured")
