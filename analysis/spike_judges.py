@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ def trend(records: Evidence, cause: str, value: str) -> Finding:
             if min(by_seed.shape[0], by_seed.shape[1] - 1) > 1:
                 up[name], down[name] = evidence.page(by_seed), evidence.page(-by_seed)
     key, counts = CAUSES[cause].key, CAUSES[cause].counts(records)
-    ours, _ = _by_value(counts, key, value)
+    ours, _ = _by_value(counts, key, value, _in_order(counts, key))
     if cause not in up:
         why = "one seed" if counts[key].nunique() > 2 else "a trend needs three levels"
         return Finding(f"{ours} ({_runs(counts)})", UNDECIDED, why)
@@ -85,15 +86,16 @@ def trend(records: Evidence, cause: str, value: str) -> Finding:
 
 
 def _in_order(counts: pd.DataFrame, varied: str) -> list:
-    """The values of a setting from small to large, optimizers as in `naming.OPTIMIZERS`."""
-    table = PRINTED.get(varied, {})
-    values = counts[varied].unique()
-    return sorted(values, key=lambda v: naming.rank(v, table) if table else v)
+    """The values of a setting from small to large."""
+    by_size = partial(naming.rank, table=naming.MODELS) if varied == "model.name" else None
+    return sorted(counts[varied].unique(), key=by_size)
 
 
-def _by_value(counts: pd.DataFrame, varied: str, value: str) -> tuple[str, pd.Series]:
+def _by_value(
+    counts: pd.DataFrame, varied: str, value: str, values: Sequence
+) -> tuple[str, pd.Series]:
     """Our numbers by the values of a setting in words, and the last minus the first by seed."""
-    table, values = PRINTED.get(varied, {}), _in_order(counts, varied)
+    table = PRINTED.get(varied, {})
     means = [counts.loc[counts[varied] == one, value].mean() for one in values]
     names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
     differences = evidence.difference(counts, varied, values[-1], values[0], value)
@@ -114,15 +116,16 @@ def fewer(
 ) -> Finding:
     """Judges whether a setting's first value has fewer spikes than its last, or (`gone`) none.
 
-    `value` is the number of spikes per run, LARGE or HIGHEST.
+    The first of `optimizers`, or the smallest number. `value` is the number of spikes per run,
+    LARGE or HIGHEST.
     """
     counts = records.spikes(OF_BETA2)
     counts = counts[counts["optimizer.name"].isin(optimizers)]
     counts = comparison.comparable(counts[counts["optimizer.beta2"] >= least_beta2], varied)
-    values = _in_order(counts, varied)
+    values = [one for one in optimizers if one in set(counts[varied])] or _in_order(counts, varied)
     if len(values) < 2:
         raise records.lacking(f"two values of {varied} with all else equal", OF_BETA2)
-    ours, differences = _by_value(counts, varied, value)
+    ours, differences = _by_value(counts, varied, value, values)
     ours += f" ({_runs(counts)})"
     by_seed = counts[counts[varied] == values[0]].groupby("seed")[value].mean()
     if not counts.loc[counts[varied] != values[0], value].any():
