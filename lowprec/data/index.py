@@ -168,7 +168,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
 
     A sample is a run of members with one key, each kind once. Samples without an image or a caption
     have a row too, so that a reader can name them. Raises ValueError naming the tar if it is
-    damaged, compressed or holds no whole sample.
+    damaged, compressed or holds no whole sample: an image with a caption or a class number.
     """
     if path.endswith("gz"):
         raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
@@ -194,8 +194,9 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     rows += [_row(parts)] if parts else []
     table = np.array(rows, dtype=SAMPLE)
-    if not ((table["image_bytes"] >= 0) & (table["text_bytes"] >= 0)).any():
-        members = f"KEY.txt and KEY.{'|'.join(IMAGES)}"
+    has_text = (table["text_bytes"] >= 0) | (table["label"] >= 0)
+    if not ((table["image_bytes"] >= 0) & has_text).any():
+        members = f"KEY.{'|'.join(IMAGES)} and KEY.txt (or KEY.cls, a class number)"
         raise ValueError(f"{path} holds no whole sample: adjacent members {members}")
     return table, digest.hexdigest()
 

@@ -74,7 +74,8 @@ class Batches:
     decoded is listed in the batch's `skips` and replaced by one that depends only on the position;
     sequential reading leaves it out. `augment`: random crop and flip, a function of (seed, epoch,
     sample). `cache`: decoded samples, stored when first read; not together with `augment`.
-    `fast`: see `decode_image`.
+    `fast`: see `decode_image`. `captions`: whether a sample without a caption is unreadable; else
+    it has the tokens of "".
     """
 
     shards: Shards
@@ -89,6 +90,7 @@ class Batches:
     cache: DecodedCache | None = None
     rank: int = 0
     world_size: int = 1
+    captions: bool = True
 
     def __len__(self) -> int:
         return self.num_batches
@@ -136,7 +138,8 @@ class Batches:
             return Sample(pixels, tokens, label, sample)
         if row["image_bytes"] < 0:
             raise ValueError(f"no image ({', '.join(IMAGES)}) in the sample")
-        if row["text_bytes"] < 0:
+        has_caption = row["text_bytes"] >= 0
+        if self.captions and not has_caption:
             raise ValueError("no caption (txt) in the sample")
         refuse_size("image", row["image_bytes"], LARGEST_IMAGE)
         refuse_size("caption", row["text_bytes"], LONGEST_CAPTION)
@@ -146,8 +149,8 @@ class Batches:
             epoch = position // self.shards.num_samples
             words = random_words(self.seed, AUGMENTATION, epoch, sample, CROP_WORDS)
         pixels = decode_image(data, self.image_size, words, self.fast)
-        tokens = self.tokenizer([decode_caption(text)])
-        if self.cache is not None:
+        tokens = self.tokenizer([decode_caption(text) if has_caption else ""])
+        if self.cache is not None and has_caption:
             self.cache.write(sample, checksum, pixels, tokens.numpy())
         return Sample(pixels, tokens, label, sample)
 

@@ -65,6 +65,7 @@ def open_data(config: Config, *, training: bool = True) -> Data:
     with _collected(faults):
         if config.evaluation.name != "none" and not will_render(config):  # unless rendering failed
             val = open_shards(data.val, data.index, name="data.val")
+    faults += _caption_faults(config, train, val)
     if val is not None and needs_names(config):
         faults += _label_faults(config, val)
     if isinstance(train, Shards) and config.batch_size > train.num_samples:
@@ -87,6 +88,18 @@ def _collected(faults: list[str]) -> Iterator[None]:
 def needs_names(config: Config) -> bool:
     """Whether the evaluation needs class names."""
     return config.evaluation.name in ("zero_shot", "both")
+
+
+def _caption_faults(
+    config: Config, train: Shards | ShardUrls | None, val: Shards | None
+) -> list[str]:
+    """Faults of shards that hold only images with class numbers where captions are needed."""
+    faults = []
+    if isinstance(train, Shards) and not train.has_captions:
+        faults.append("data.train has no captions (.txt)")
+    if val is not None and config.evaluation.name != "zero_shot" and not val.has_captions:
+        faults.append("data.val has no captions (.txt): use evaluation=zero_shot")
+    return faults
 
 
 def _label_faults(config: Config, val: Shards) -> list[str]:

@@ -96,15 +96,23 @@ class Shards:
         return shard, self.table(shard)[sample - self.starts[shard]]
 
     @property
+    def has_captions(self) -> bool:
+        """Whether any sample of the first shard has a caption."""
+        return bool((self.table(0)["text_bytes"] >= 0).any())
+
+    @property
     def labels(self) -> np.ndarray:
         """int64 [samples]; -1 where a sample has no label."""
         labels = [self.table(n)["label"].astype(np.int64) for n in range(len(self.paths))]
         return np.concatenate(labels)
 
     def read_pair(self, shard: int, row: np.void) -> tuple[bytes, bytes]:
-        """Image and caption of a table row; ShardError if they are not the bytes of the index."""
+        """Image and caption of a table row; ShardError if they are not the bytes of the index.
+
+        The caption is empty if there is none.
+        """
         image = self.read(shard, int(row["image_offset"]), int(row["image_bytes"]))
-        text = self.read(shard, int(row["text_offset"]), int(row["text_bytes"]))
+        text = self.read(shard, int(row["text_offset"]), max(0, int(row["text_bytes"])))
         if zlib.crc32(text, zlib.crc32(image)) != row["checksum"]:
             raise ShardError(
                 f"{self.paths[shard]}: {self.key(shard, row)} is not what was indexed: the shard "

@@ -124,6 +124,7 @@ class Built:
             batch_size=pairs,
             num_batches=-(-self.data.val.num_samples // pairs),
             cache=self._cache(self.data.val),
+            captions=config.evaluation.name != "zero_shot",
             **self._options(),
         )
         classifier = None

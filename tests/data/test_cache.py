@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from lowprec.data.open import open_data
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import ShardError
 from lowprec.train import build as building
-from tests.data.conftest import tokenize, write_shards
+from tests.data.conftest import tokenize, write_shards, write_tar
 
 SIZE, COUNT, BAD = 12, 14, 3
 
@@ -161,3 +162,37 @@ def test_a_disk_that_can_no_longer_be_read_replaces_no_sample(make, tmp_path):
     os.dup2(folder, batches.cache._file)
     os.close(folder)
     assert contents(batches) == expected
+
+
+def test_zero_shot_evaluation_needs_no_captions_and_does_not_cache_their_absence(
+    squares, make_config, tmp_path
+):
+    with tarfile.open(squares / "val-0.tar") as tar:
+        whole = [(member.name, tar.extractfile(member).read()) for member in tar]
+    mixed = [(name, data) for name, data in whole if name != "s00003.txt"]
+    bare = [(name, data) for name, data in whole if not name.endswith(".txt")]
+    results = {}
+    for name, members in (("whole", whole), ("mixed", mixed), ("bare", bare)):
+        write_tar(tmp_path / f"{name}.tar", members)
+        for task in ("zero_shot", "retrieval"):
+            config = make_config(
+                {
+                    "evaluation.name": task,
+                    "data.val": f"{tmp_path}/{name}.tar",
+                    "data.cache": str(tmp_path / "cache"),
+                    "data.classnames": str(squares / "classnames.txt"),
+                    "data.templates": str(squares / "templates.txt"),
+                }
+            )
+            if (name, task) == ("bare", "retrieval"):
+                with pytest.raises(ConfigError, match="data.val has no captions .*zero_shot"):
+                    open_data(config)
+                config.data.train = config.data.val
+                with pytest.raises(ConfigError, match="data.train has no captions"):
+                    open_data(config)
+            else:
+                built = building.build(config, open_data(config))
+                results[name, task] = built.evaluation()(built.task.model)
+    zero_shot = [results[name, "zero_shot"] for name in ("whole", "mixed", "bare")]
+    assert zero_shot == [zero_shot[0]] * 3 and "evaluation/skipped" not in zero_shot[0]
+    assert results["mixed", "retrieval"]["evaluation/skipped"] == 1
