@@ -7,6 +7,7 @@ read; nothing is unpacked or unpickled, and no member name is used as a path.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import sys
 import tarfile
@@ -26,6 +27,7 @@ from lowprec.runs import durable
 STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
 ENTRY = np.dtype([*((name, "<i8") for name in (*STAMP, "samples")), ("digest", "S64")])
 WORTH = 2**24  # bytes of shards that justify one more process
+PACKED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 
 
 def open_shards(
@@ -170,8 +172,6 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     have a row too, so that a reader can name them. Raises ValueError naming the tar if it is
     damaged, compressed or holds no whole sample: an image with a caption or a class number.
     """
-    if path.endswith("gz"):
-        raise ValueError(f"{path} is compressed and has no offsets: gunzip it, or use data=stream")
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()
@@ -189,7 +189,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = member.offset_data, member.size, data
     except (tarfile.TarError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} {_fault(path, error)}") from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     rows += [_row(parts)] if parts else []
@@ -197,8 +197,34 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     has_text = (table["text_bytes"] >= 0) | (table["label"] >= 0)
     if not ((table["image_bytes"] >= 0) & has_text).any():
         members = f"KEY.{'|'.join(IMAGES)} and KEY.txt (or KEY.cls, a class number)"
-        raise ValueError(f"{path} holds no whole sample: adjacent members {members}")
+        raise ValueError(
+            f"{path} holds no whole sample: adjacent members {members}, where KEY has no dot; its "
+            f"first members: {_first_members(path)}"
+        )
     return table, digest.hexdigest()
+
+
+def _fault(path: str, error: Exception) -> str:
+    """What is wrong with a file that cannot be read as an uncompressed tar."""
+    with open(path, "rb") as file:
+        begin = file.read(6)
+    for magic, command in PACKED.items():
+        if begin.startswith(magic):
+            streamed = "data=stream trains on gz, bz2 and xz as they are"
+            return f"is compressed and has no offsets: {command} it; {streamed}"
+    hint = "; perhaps it is not a tar file" if " at byte 0:" in str(error) else ""
+    return f"is damaged: {error}{hint}"
+
+
+def _first_members(path: str, count: int = 4) -> str:
+    """Names of the first files in an undamaged tar, whatever their kind."""
+    names = []
+    with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
+        for member in itertools.islice((m for m in tar if not m.isdir()), count):
+            names.append(
+                ascii(member.name)[1:-1] + " (a link)" * (member.issym() or member.islnk())
+            )
+    return ", ".join(names) or "none"
 
 
 def _row(parts: dict[str, tuple[int, int, bytes]]) -> tuple:

@@ -1,11 +1,15 @@
+import bz2
 import errno
 import fcntl
+import gzip
 import io
+import lzma
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -187,6 +191,29 @@ def test_compressed_shard_is_refused(tmp_path):
     write_tar(tmp_path / "a.tar.gz", members(0, 2))
     with pytest.raises(ValueError, match=r"a\.tar\.gz is compressed.*gunzip it"):
         open_shards(str(tmp_path / "a.tar.gz"))
+
+
+def test_file_that_is_no_tar_and_tar_without_pairs_are_told_apart(tmp_path):
+    path = tmp_path / "a.tar"
+    whole = write_tar(path, members(0, 2)).read_bytes()
+    packers = {"gunzip": gzip, "bunzip2": bz2, "unxz": lzma}
+    for command, packer in packers.items():
+        path.write_bytes(packer.compress(whole))
+        with pytest.raises(
+            ValueError, match=rf"a\.tar is compressed .*: {command} it; data=stream"
+        ):
+            index_tar(str(path))
+    path.write_bytes(b"PAR1" + bytes(1000))
+    with pytest.raises(ValueError, match=r"a\.tar is damaged: .*; perhaps it is not a tar file"):
+        index_tar(str(path))
+    link = tarfile.TarInfo("b.jpg")
+    link.type, link.linkname = tarfile.SYMTYPE, "/b.jpg"
+    named = [("v1.a.jpg", b"x"), ("v1.a.txt", b"x"), (link, b""), ("c.json", b"x"), ("d.txt", b"")]
+    write_tar(path, named)
+    with pytest.raises(ValueError) as error:
+        index_tar(str(path))
+    first = "KEY has no dot; its first members: v1.a.jpg, v1.a.txt, b.jpg (a link), c.json"
+    assert str(error.value).endswith(first)
 
 
 def test_large_sets_are_indexed_by_all_cores(tmp_path, monkeypatch):
