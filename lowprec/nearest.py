@@ -51,11 +51,13 @@ def nearest_path(path: str | Path) -> str:
     """Returns `; nearest: x` for a similar name in the deepest folder of the path that exists.
 
     The text says so if no name is similar, and is empty if the path exists. For a pattern of tars
-    it names those of a similar folder.
+    it names those of a similar folder; for a path under `~`, the path without it.
     """
     path, names = Path(path), []
     if os.path.exists(path):
         return ""
+    if path.parts[:1] == ("~",):
+        return f"; ~ is not expanded: write {os.path.expanduser(path)}"
     folder = next(parent for parent in path.parents if os.path.isdir(parent))
     with contextlib.suppress(OSError):  # not readable
         names = sorted(os.listdir(folder))

@@ -18,34 +18,49 @@ from lowprec.config.schema import SHAPES, Config
 from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
+JOINED = re.compile(r"\.\w+::|::([a-z]+://|pipe:)")  # open_clip's; an IPv6 address has no such ::
+OTHERS = (".parquet", ".json", ".jsonl", ".txt", ".npy", ".zip")  # beside shards, or instead
 LISTED = re.compile(r"""(?<=//)[^/]*@|[?#][^\s,'"\]}]*""")  # the same of URLs in a list or braces
 
 
 def expand(pattern: str, name: str = "data.train") -> list[str]:
-    """The files of a glob with braces, sorted.
+    """The files of a glob with braces, sorted; `**` stands for any number of folders.
 
     Raises FileNotFoundError naming a similar file if nothing matches, or all members of a brace
-    that match nothing, and ValueError for a folder or a table.
+    that match nothing, and ValueError for a folder or a file that no shard is named like.
     """
     try:
-        matches = {part: glob.glob(part) for part in braceexpand(pattern)}
+        matches = {part: glob.glob(part, recursive=True) for part in braceexpand(pattern)}
     except UnbalancedBracesError as error:
         raise FileNotFoundError(f"{name}={pattern}: unbalanced braces") from error
     for part in filter(os.path.isdir, matches):
         tars = os.path.join(part, "*.tar")
         hint = f": write {name}='{tars}'" if glob.glob(tars) else " without *.tar files"
         raise ValueError(f"{name}={part} is a folder{hint}")
-    for table in (path for paths in matches.values() for path in paths):
-        if table.endswith((".csv", ".tsv")):
-            make_shards = f"python -m experiments.make_shards table={table} out=FOLDER"
-            raise ValueError(f"{name}: {table} is not a tar file; {make_shards} makes shards of it")
+    for path in (path for paths in matches.values() for path in paths):
+        if path.endswith((".csv", ".tsv")):
+            make_shards = f"python -m experiments.make_shards table={path} out=FOLDER"
+            raise ValueError(f"{name}: {path} is not a tar file; {make_shards} makes shards of it")
+        if path.lower().endswith(OTHERS):
+            tars = f"; write {name}='{pattern}.tar'" if pattern.endswith("*") else ""
+            raise ValueError(f"{name}={pattern}: {path} is not a tar file{tars}")
     missing = [part for part, paths in matches.items() if not paths]
     if not missing:
         return sorted({path for paths in matches.values() for path in paths})
+    _refuse_joined(pattern, name)
     if len(missing) < len(matches):
         first = listing(missing, ", ", limit=5)
         raise FileNotFoundError(f"{name}={pattern}: {len(missing)} are missing: {first}")
     raise FileNotFoundError(f"{name}={pattern}: no file matches{nearest_path(missing[0])}")
+
+
+def _refuse_joined(pattern: str, name: str) -> None:
+    """Raises ValueError for sources joined as open_clip joins them."""
+    if JOINED.search(pattern):
+        raise ValueError(
+            f"{name}={without_secrets(pattern)}: braces join sources, not ::, as in "
+            f"{name}='{{a/{{000..099}},b/*}}.tar'"
+        )
 
 
 def listing(items: list[str], separator: str, limit: int = 20) -> str:
@@ -90,6 +105,9 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
             f"data.train={without_secrets(pattern)}: {refused} is not allowed; to allow it: "
             f"data.allow_remote=[{refused}]"
         )
+    for part in parts:
+        if schemes[part] != "pipe":
+            _refuse_joined(part, "data.train")
     globbed = [part for part in parts if schemes[part] not in ("", "pipe") and "*" in part]
     if globbed:
         public = without_secrets(globbed[0])

@@ -51,6 +51,8 @@ def test_braces_and_globs_are_expanded(tmp_path):
         ("val", ("data.val=", "/val is a folder: write data.val='", "/val/*.tar'")),
         ("{empty,val}", ("data.val=", "/empty is a folder without *.tar files")),
         ("*.csv", ("/t.csv is not a tar file; python -m experiments.make_shards table=",)),
+        ("*", ("data.val=", ".json is not a tar file; write data.val='", "/*.tar'")),
+        ("a-0.tar::b.tar", ("data.val=", "braces join sources, not ::")),
         ("deep/er/a-0.tra", ("no file matches; folder /", "/deep does not exist; ", "no similar")),
     ],
 )
@@ -59,9 +61,34 @@ def test_pattern_without_its_files_is_refused_with_the_nearest_one(tmp_path, pat
         (tmp_path / folder).mkdir()
     for name in ("a-0.tar", "a-1.tar", "val/0.tar", "t.csv"):
         (tmp_path / name).touch()
+    if pattern == "*":
+        tmp_path = tmp_path / "val"
+        (tmp_path / "0_stats.json").touch()
     with pytest.raises((FileNotFoundError, ValueError)) as error:
         expand(f"{tmp_path}/{pattern}", "data.val")
     assert all(part in str(error.value) for part in parts)
+
+
+def test_two_stars_stand_for_any_number_of_folders(tmp_path):
+    names = ["0.tar", "a/1.tar", "a/b/c/2.tar"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert expand(f"{tmp_path}/**/*.tar") == [f"{tmp_path}/{name}" for name in names]
+
+
+def test_a_tilde_is_refused_with_the_path_that_it_means(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    with pytest.raises(FileNotFoundError, match=r"~ is not expanded: write /home/me/a/\*\.tar"):
+        expand("~/a/*.tar")
+
+
+def test_joined_urls_are_refused_but_no_ipv6_address():
+    with pytest.raises(ValueError, match=r"=http://h/a\.tar::http://h/b.*: braces join sources"):
+        expand_urls("http://h/a.tar::http://h/b.tar", ["http"])
+    for host in ("[::1]:80", "[2001:db8::abcd:1]"):
+        urls = [f"http://{host}/{n}.tar" for n in range(4)]
+        assert expand_urls(f"http://{host}/{{0..3}}.tar", ["http"]).urls == urls
 
 
 def test_digest_is_of_the_urls_and_outlives_a_renewed_secret():
