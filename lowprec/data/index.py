@@ -170,21 +170,23 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
 
     A sample is a run of members with one key, each kind once. Samples without an image or a caption
     have a row too, so that a reader can name them. Raises ValueError naming the tar if it is
-    damaged, compressed or holds no whole sample: an image with a caption or a class number.
+    damaged, compressed, holds no whole sample (an image with a caption or a class number) or holds
+    pairs that would be lost because their names have more dots.
     """
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file")
     digest = hashlib.sha256()
     rows: list[tuple] = []
     parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place and bytes
-    last = None
+    last, keys, others = None, set(), []
     try:
         with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
-            for member, key, kind, data in read_members(tar):
+            for member, key, kind, data in read_members(tar, others=others):
                 if parts and (key != last or kind in parts):
                     rows.append(_row(parts))
                     parts = {}
                 last = key
+                keys.add(key)
                 name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = member.offset_data, member.size, data
@@ -201,7 +203,26 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
             f"{path} holds no whole sample: adjacent members {members}, where KEY has no dot; its "
             f"first members: {_first_members(path)}"
         )
+    if lost := _lost_pairs(others, keys):
+        raise ValueError(
+            f"{path}: {len(lost)} pairs such as {ascii(lost[0])} would be lost, because a key ends "
+            "at the first dot of a name: replace the other dots"
+        )
     return table, digest.hexdigest()
+
+
+def _lost_pairs(names: list[str], keys: set[str]) -> list[str]:
+    """Names without extension of an image and a caption that are not fields of another sample."""
+    split = [name.rpartition(".") for name in names]
+    captioned = {stem for stem, _, kind in split if kind.lower() == "txt"}
+    pairs = {stem for stem, _, kind in split if kind.lower() in IMAGES} & captioned
+    return sorted(pair for pair in pairs if _key_of(pair) not in keys)
+
+
+def _key_of(name: str) -> str:
+    """The key as `read_members` forms it."""
+    folder, _, last = name.rpartition("/")
+    return f"{folder}/{last.partition('.')[0]}"
 
 
 def _fault(path: str, error: Exception) -> str:

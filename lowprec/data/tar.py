@@ -43,13 +43,16 @@ class StrictHeader(tarfile.TarInfo):
 
 
 def read_members(
-    tar: tarfile.TarFile, limits: dict[str, int] | None = None
+    tar: tarfile.TarFile,
+    limits: dict[str, int] | None = None,
+    others: list[str] | None = None,
 ) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
     """Header, key, kind and bytes of each image, caption and label in a tar, to its end.
 
     The key is the name up to the first dot of its last component. `limits`: by kind, the bytes
-    after which the rest of a member is left out. `tar` is opened with `tarinfo=StrictHeader`.
-    Raises DamagedError after all members before the damage.
+    after which the rest of a member is left out. `others` takes the names of files with more dots,
+    which are not read. `tar` is opened with `tarinfo=StrictHeader`. Raises DamagedError after all
+    members before the damage.
     """
     while (member := tar.next()) is not None:
         tar.members = []  # else it keeps the headers of the whole shard
@@ -64,6 +67,8 @@ def read_members(
                 place = f"in the member at byte {member.offset}"
                 raise DamagedError(f"{error} {place}", member.name) from None
             yield member, f"{folder}/{stem}", kind.lower(), data
+        elif others is not None and member.isfile() and stem and "." in kind:
+            others.append(member.name)
     rest = iter(lambda: tar.fileobj.read(1 << 16), b"")
     if any(chunk.strip(b"\0") for chunk in rest):
         raise DamagedError(f"early end at byte {tar.offset}")

@@ -216,6 +216,16 @@ def test_file_that_is_no_tar_and_tar_without_pairs_are_told_apart(tmp_path):
     assert str(error.value).endswith(first)
 
 
+def test_pairs_whose_names_have_more_dots_are_refused_but_not_other_fields(tmp_path):
+    names = ["9.seg.png", "9.blip.txt", "._8.jpg", "._8.txt", "000001.crop.png", "000001.crop.txt"]
+    path = str(write_tar(tmp_path / "a.tar", [*members(0, 2), *((name, b"x") for name in names)]))
+    assert len(index_tar(path)[0]) == 2
+    lost = [(f"a/v1.{n}.{kind}", b"x") for n in range(3) for kind in ("JPG", "txt")]
+    write_tar(tmp_path / "a.tar", [*members(0, 2), *lost])
+    with pytest.raises(ValueError, match=r"a\.tar: 3 pairs such as 'a/v1\.0' would be lost"):
+        index_tar(path)
+
+
 def test_large_sets_are_indexed_by_all_cores(tmp_path, monkeypatch):
     used, run_jobs = [], index.run_jobs
     monkeypatch.setattr(index, "num_cores", lambda: 2)
