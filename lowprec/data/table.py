@@ -84,17 +84,25 @@ def read_table(path: Path, columns: list[str]) -> list[tuple[int, dict]]:
         if missing := [name for name in columns if name not in names]:
             left = [name for name in names if name not in columns]
             keys = dict(zip(columns, ("image", "caption", "label"), strict=False))
-            hints = [f"{keys[name]}={match}" for name, match in _matches(missing, left).items()]
+            matches = _matches({name: keys[name] for name in missing}, left)
+            hints = [f"{keys[name]}={match}" for name, match in matches.items()]
             found = f"no column {', '.join(missing)} in {', '.join(names)}"
             raise ValueError(f"{found}, the names in the first line; choose: {' '.join(hints)}")
+        if twice := [name for name in columns if names.count(name) > 1]:
+            raise ValueError(f"several columns are named {twice[0]} in the first line")
         return rows
 
 
-def _matches(missing: list[str], left: list[str]) -> dict[str, str]:
-    """For each missing column another one that may be meant: similar, or the last left; or NAME."""
+def _matches(missing: dict[str, str], left: list[str]) -> dict[str, str]:
+    """For each missing column another one that may be meant, or NAME.
+
+    It is named like the column's key (`image`), or similarly, or the last left. `missing`: keys by
+    column.
+    """
     found = {}
-    for name in missing:
-        found[name] = nearest(name, left).removeprefix("; nearest: ") or "NAME"
+    for name, key in missing.items():
+        similar = nearest(name, left).removeprefix("; nearest: ")
+        found[name] = key if key in left else similar or "NAME"
         left = [other for other in left if other != found[name]]
     unknown = [name for name in missing if found[name] == "NAME"]
     return found | (dict(zip(unknown, left, strict=True)) if len(unknown) == len(left) == 1 else {})

@@ -96,6 +96,8 @@ REFUSED = [  # the content of another table or None, changes of the config, a pa
     (None, {"table": "."}, "is a folder; a CSV file is expected"),
     (None, {"caption": "titel"}, "no column titel in filepath, title, .*; choose: caption=title$"),
     (b"file,caption\na,b\n", {}, "column filepath, title in .*choose: image=file caption=caption$"),
+    (b"image,caption\na,b\n", {}, "choose: image=image caption=caption$"),
+    (b"filepath,title,title\na,b,c\n", {}, "several columns are named title in the first line$"),
     (b"x,y\na,b\n", {}, "choose: image=NAME caption=NAME$"),
     (None, {"out": ""}, "exists"),
     (None, {"out": "a{0,1}"}, "out=.* data.train would expand"),
