@@ -155,9 +155,12 @@ def names_file(config: Config, kind: str) -> str | None:
 
 
 def read_lines(file: str) -> list[str]:
-    """Lines of a file of class names or templates, without empty ones."""
-    lines = [line.strip() for line in Path(file).read_text().splitlines()]
-    return [line for line in lines if line]
+    """Lines of a file of class names or templates, without empty ones at the end.
+
+    CLIP benchmark's `{c}` in templates becomes `{}`.
+    """
+    text = Path(file).read_text().rstrip().replace("{c}", "{}")
+    return [line.strip() for line in text.splitlines()]
 
 
 def shard_faults(config: Config, training: bool) -> list[str]:
@@ -202,5 +205,8 @@ def names_faults(config: Config) -> list[str]:
             lines = read_lines(file)
             bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
             faults += [] if lines else [f"data.{kind}={file}: the file is empty"]
+            if kind == "classnames" and "" in lines:
+                empty = lines.index("")
+                faults.append(f"data.{kind}={file}: line {empty + 1} must name class {empty}")
             faults += [f"data.{kind}={file}: a template needs one {{}}: {b!r}" for b in bad[:1]]
     return faults

@@ -8,7 +8,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.data import open as opening
 from lowprec.data.shapes import render_shapes
-from lowprec.data.sources import expand, expand_urls, without_secrets
+from lowprec.data.sources import expand, expand_urls, names_faults, read_lines, without_secrets
 from lowprec.train.preflight import preflight
 
 SECRET_URLS = {
@@ -145,3 +145,22 @@ def test_the_default_set_is_rendered_in_the_working_directory_and_found_from_oth
     printed = capsys.readouterr().out
     assert printed.count("rendering") == printed.count(f"rendering {folder}, once for this") == 1
     assert all(key.replace(str(folder), "DIR") in printed for key in elsewhere)
+
+
+def test_files_of_names_have_a_name_or_a_placeholder_in_each_line(make_config, tmp_path):
+    names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
+    keys = {"evaluation.name": "zero_shot", "data.val": f"{tmp_path}/val.tar"}
+    files = {"data.classnames": str(names), "data.templates": str(templates)}
+    config = make_config({**keys, **files})
+    names.write_text("cat\ndog \n\n")
+    templates.write_text("a photo of {c}.\na {}\n")  # as in CLIP benchmark
+    assert names_faults(config) == []
+    assert read_lines(names) == ["cat", "dog"] and read_lines(templates)[0] == "a photo of {}."
+    names.write_text("cat\n\ndog\n")
+    templates.write_text("a {}\nno class\n")
+    assert names_faults(config) == [
+        f"data.classnames={names}: line 2 must name class 1",
+        f"data.templates={templates}: a template needs one {{}}: 'no class'",
+    ]
+    names.write_text("\n")
+    assert f"data.classnames={names}: the file is empty" in names_faults(config)
