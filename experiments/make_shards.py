@@ -53,7 +53,7 @@ def main(config: MakeShardsConfig) -> None:
     except (ValueError, OSError) as error:
         raise RunError(f"table={table}: {error}") from error
     print(f"{out}/*.tar: {shards.num_samples} pairs, {bad} left out, digest {shards.digest[:12]}")
-    print(f"data.{'val' if out.name == 'val' else 'train'}='{out}/*.tar'")
+    print(f"data.train='{out}/*.tar'\nor, for evaluation, data.val='{out}/*.tar'")
 
 
 if __name__ == "__main__":

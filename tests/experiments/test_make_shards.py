@@ -127,9 +127,9 @@ def test_labels_and_other_names_of_columns(photos, tmp_path, capsys):
     rows = [("ignored", n, caption, path) for n, (path, caption) in enumerate(GOOD)]
     table = write_table(photos / "t.csv", rows, header=("x", "class", "text", "path"))
     options = {"image": "path", "caption": "text", "label": "class"}
-    main(MakeShardsConfig(table, str(tmp_path / "val"), **options))
-    assert f"data.val='{tmp_path}/val/*.tar'" in capsys.readouterr().out
-    assert samples(tmp_path / "val")[2] == list(range(len(GOOD)))
+    main(MakeShardsConfig(table, str(tmp_path / "val_2"), **options))
+    assert f"or, for evaluation, data.val='{tmp_path}/val_2/*.tar'" in capsys.readouterr().out
+    assert samples(tmp_path / "val_2")[2] == list(range(len(GOOD)))
     with pytest.raises(RunError, match=r"line 5 .*: the class is '\"CMYK.*, not a number"):
         rows = write_table(photos / "t.csv", GOOD[2:4])
         main(MakeShardsConfig(rows, str(tmp_path / "other"), label="title"))
