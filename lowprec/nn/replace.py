@@ -142,7 +142,7 @@ def prepare_for_training(
     layers = Layers(model, layers.recipe, replaceable_layers(model), layers)
     if layers.recipe != "high" and not any(layer.swapped for layer in layers):
         reasons = dict.fromkeys(layers.treatments[layer.name] for layer in layers)
-        text = f"{layers.recipe} converts none of the {len(layers)} layers in `where`"
+        text = f"{layers.recipe} converts none of {len(layers)} linear layers"
         warnings.warn(f"{text} ({'; '.join(reasons)})", stacklevel=2)
     return layers
 

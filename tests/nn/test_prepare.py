@@ -287,6 +287,13 @@ def test_blocks_are_the_elements_that_contain_layers():
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
 
 
+def test_a_model_of_narrow_layers_is_told_why_none_is_converted():
+    model = nn.ModuleDict({"c_fc": nn.Linear(64, 256), "c_proj": nn.Linear(256, 64)})
+    why = r"\(16 bit, faster at this size on Hopper; skip_slow=False converts them\)$"
+    with pytest.warns(UserWarning, match=f"^switchback converts none of 2 linear layers {why}"):
+        prepare_for_training(model, "switchback", compile=False)
+
+
 def test_report_names_layers_outside_of_blocks_and_foreign_attention():
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_siglip_224")
