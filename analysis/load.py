@@ -5,6 +5,7 @@ are read without unpacking. A run that is unfinished, was killed or is damaged l
 rows and a note that says what is missing. Files are read when a table is first accessed.
 """
 
+import contextlib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import pandas as pd
 from analysis import run_files
 from analysis.comparison import counted
 from lowprec.config.compose import compose_command
-from lowprec.nearest import nearest_path
+from lowprec.nearest import nearest
 from lowprec.runs.read import ENDED
 
 EMPTY = ("run", "path", "experiment", "state", "scale")  # columns of `summaries` without runs
@@ -64,7 +65,7 @@ class Runs:
         """The runs of an experiment and a scale, or of any; see `load_runs`."""
         to_make = f"to make some: {command(experiment or 'loss_curves', scale)}"
         if not len(self):
-            near = "" if "://" in str(self.root) else nearest_path(self.root)
+            near = "" if "://" in str(self.root) else run_files.nearest_address(self.root)
             if near and experiment is None:  # perhaps one run, which no study makes
                 raise NoRunsError(f"{self.root}: no such folder{near}")
             why = f"no such folder{near}" if near else "no runs at or below this folder"
@@ -144,7 +145,16 @@ class Runs:
         raise LookupError(
             f"no tensor matches {pattern!r} with stat={stat!r}; recorded statistics: {stats}; "
             f"{counted(len(tensors), 'tensor')}, such as: {', '.join(tensors[:6]) or 'none'}"
+            f"{nearest(pattern, tensors)}"
         )
+
+    def statistics(self) -> list[str]:
+        """`STATISTIC/TENSOR` for each tensor or block of which a run recorded a statistic."""
+        names: set[str] = set()
+        for summary in self.summaries.to_dict("records"):
+            with contextlib.suppress(Exception):  # one run must not blind all
+                names.update(run_files.read_tensor_columns(summary, "", "")[1])
+        return sorted(names)
 
     def series(self, name: str, stat: str) -> pd.Series:
         """One statistic of one tensor or block by step, for a single run; empty if not recorded."""

@@ -112,8 +112,11 @@ def make_figure(
     frame = row.query(runs)
     if frame.empty or frame[y].isna().all():
         names = sorted({*runs.metrics, *runs.timing} - {"run", "step"})
+        if y in names:
+            notes = "; ".join(dict.fromkeys(filter(None, runs.runs["note"])))
+            raise ChoiceError(f"y={y}: no run has a value{notes and f' ({notes})'}")
         others = f"not recorded; there are {', '.join(names)}, and STATISTIC/TENSOR"
-        raise ChoiceError(f"y={y}: {others}{nearest(y, names)}")
+        raise ChoiceError(f"y={y}: {others}{nearest(y, [*names, *runs.statistics()])}")
     return row, frame
 
 

@@ -3,6 +3,7 @@
 A damaged file makes no reader fail or hang: it is left out and named in the run's note.
 """
 
+import difflib
 import functools
 import warnings
 import zipfile
@@ -17,6 +18,7 @@ from upath import UPath
 
 from lowprec.config.check import REMOVED, allows
 from lowprec.config.schema import MAPS, Config, PrecisionConfig, is_sampled
+from lowprec.nearest import nearest_path
 from lowprec.runs import read
 from lowprec.runs.tables import MAX_BYTES, TABLES, read_parquet, read_tensors
 
@@ -89,6 +91,18 @@ def find_addresses(root: Path | str) -> list[str]:
         except (*read.BAD_ARCHIVE, OSError, ValueError) as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
     return addresses
+
+
+def nearest_address(root: Path | str) -> str:
+    """`; nearest: x`, as `nearest_path`, where x may also be a run in the archive of the folder."""
+    path = Path(root)
+    archive = _archive_of(str(root)) or path.parent / ARCHIVE
+    if path.exists() or not archive.is_file():
+        return nearest_path(path)
+    runs = {Path(address).name: address for address in find_addresses(archive)}
+    runs |= {sibling.name: str(sibling) for sibling in archive.parent.iterdir()}
+    near = difflib.get_close_matches(path.name, runs, n=1, cutoff=0.6)
+    return f"; nearest: {runs[near[0]]}" if near else nearest_path(path)
 
 
 def flatten(config: dict, prefix: str = "") -> dict:

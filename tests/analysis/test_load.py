@@ -133,6 +133,21 @@ def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
         load_runs(tmp_path / "resluts")  # perhaps one run, which no study makes
 
 
+def test_a_misspelled_run_names_the_nearest_in_an_archive(make_run, tmp_path):
+    for seed in (0, 1):
+        run = make_run(num_steps=20, seed=seed)
+    shutil.make_archive(str(tmp_path / "runs"), "zip", run.parent.parent)
+    (tmp_path / "study").mkdir()
+    archive = (tmp_path / "runs.zip").rename(tmp_path / "study" / "runs.zip")
+    (tmp_path / "study" / run.name.replace("s1", "s3").replace(run.name[-3:], "")).mkdir()
+    inside = f"{archive}/{run.parent.name}/{run.name}"
+    for wrong in (inside[:-1], str(tmp_path / "study" / run.name[:-1])):
+        with pytest.raises(NoRunsError, match=f"no such folder; nearest: {inside}$"):
+            load_runs(wrong)
+    with pytest.raises(NoRunsError, match="study has no similar name"):
+        load_runs(tmp_path / "study" / "qqqq")
+
+
 def test_unmatched_runs_error_names_what_exists(make_run, tmp_path):
     make_run(num_steps=20)
     make_run(num_steps=20, scale="mini")

@@ -252,6 +252,8 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
     ("words", "message"),
     [
         ({"y": "los"}, "y=los: .*nearest: loss"),
+        ({"y": f"rms/{CONV[:-2]}th"}, f"STATISTIC/TENSOR; nearest: rms/{CONV}$"),
+        ({"y": f"rsm/{CONV}"}, f"STATISTIC/TENSOR; nearest: rms/{CONV}$"),
         ({"hue": "optimizer.beta"}, "no key optimizer.beta; nearest: optimizer.beta2"),
         ({"hue": "precison"}, "no key precison; nearest: precision$"),
         ({"y": "waits"}, "and STATISTIC/TENSOR$"),  # wall_s is not near
