@@ -372,11 +372,17 @@ def describe_protocols(frame: pd.DataFrame) -> str:
     """What counts as a spike in a frame that has the columns THRESHOLDS, compared to the paper."""
     rows = frame[list(THRESHOLDS)].drop_duplicates().to_dict("records")
     used = [Protocol(**row) for row in rows]
+    ignored: dict[str, set[int]] = {}
+    for p in used:
+        rule = (
+            f"RMS spikes: RMS_t >= {p.rms_threshold:g}. Loss spikes: {p.num_deviations} losses "
+            f"within {p.within} steps above the mean + {p.loss_sigmas:g} standard deviations of "
+            f"the {p.window} steps before."
+        )
+        ignored.setdefault(rule, set()).add(p.ignore_steps)
     texts = [
-        f"RMS spikes: RMS_t >= {p.rms_threshold:g}. Loss spikes: {p.num_deviations} losses within "
-        f"{p.within} steps above the mean + {p.loss_sigmas:g} standard deviations of the "
-        f"{p.window} steps before. The first {p.ignore_steps:,} steps have neither."
-        for p in used
+        f"{rule} The first {' or '.join(f'{n:,}' for n in sorted(steps))} steps have neither."
+        for rule, steps in ignored.items()
     ]
     paper = asdict(PROTOCOLS["paper"])
     changed = sorted({k for p in used for k, v in asdict(p).items() if v != paper[k]} - {"window"})

@@ -31,10 +31,8 @@ def describe(series: spike_marks.Series, protocol: Protocol, tensor: str) -> str
     if len(spikes):
         lines += ["", _text(spikes.drop(columns="tensors")), "", *_legend(spikes, protocol, tensor)]
         if not series.rms.empty:
-            recorded = f"RMS_t of {counted(len(series.rms.columns), 'tensor')} is recorded"
-            title = f"By tensor, the most followed first ({recorded}; each p is for one alone):"
-            lines += ["", title]
-            lines.append(_text(spike_marks.lead_table(series, protocol).head(NUM_TENSORS)))
+            table = spike_marks.lead_table(series, protocol)
+            lines += ["", *_title_of_tensors(series, len(table)), _text(table.head(NUM_TENSORS))]
     return "\n".join(lines)
 
 
@@ -114,7 +112,18 @@ def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:
     return lines
 
 
+def _title_of_tensors(series: spike_marks.Series, num: int) -> list[str]:
+    """Lines above the table by tensor, which has `num` rows in all."""
+    most = f"the {NUM_TENSORS} most followed of " if num > NUM_TENSORS else ""
+    lines = [f"By tensor, {most}{counted(num, 'tensor')} with RMS_t (each p is for one alone):"]
+    others = series.events.loc[~series.events["tensor"].isin(series.rms.columns), "tensor"]
+    if others.any():
+        lines.append(f"Of {others.nunique()} others, only RMS spikes are recorded, as events.")
+    return lines
+
+
 def _text(table: pd.DataFrame) -> str:
+    table = table.astype(dict.fromkeys(table.select_dtypes("Int64"), float))  # prints no <NA>
     return table.to_string(index=False, float_format=lambda value: f"{value:.4g}", na_rep="-")
 
 

@@ -78,7 +78,8 @@ def test_tensors_without_recorded_rms_come_from_the_events(plant, series, capsys
     assert spikes.main(["--run", str(run)]) == 0
     out = capsys.readouterr().out
     assert f"    1200  {C_FC} {CONV1} {PROJ}\n    1500  {CONV1}\n    1800  -\n" in out
-    assert "RMS_t of 1 tensor is recorded" in out
+    assert "By tensor, 1 tensor with RMS_t (each" in out
+    assert "Of 2 others, only RMS spikes are recorded, as events." in out
     assert f"latest RMS spike of {CONV1} to the step" in out and "rms, rho: its largest" in out
 
 
