@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import claims, cli, panels
+from analysis import claims, cli, comparison, panels
 from analysis.bench import load_lines
 from analysis.cli import ChoiceError
 from analysis.figures import FIGURES
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     except NoRunsError as error:
         raise NoRunsError(f"{error}; {OTHERS}" if not options.experiment else str(error)) from None
     if about["left_out"]:
-        print(f"left out: {_some(about['left_out'])}", file=sys.stderr)
+        print(f"left out: {_by_reason(about['left_out'])}", file=sys.stderr)
     print(f"Wrote {stem}.png, .pdf, .csv, .json\n{about['caption']}")
     return 0
 
@@ -197,12 +197,16 @@ def _of_runs(
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
     drawn = table[is_drawn]
-    rest = table.loc[~is_drawn, ["path", "note", "state"]]
-    left_out = [f"{run.path} ({run.note or run.state})" for run in rest.itertuples()]
+    selected = figure.select(table)
+    lacking = f"it lacks what is drawn: {figure.words(frame).rstrip(',')}"
+    reasons = _why_left_out(table[~is_drawn], drawn, set(selected["run"]), lacking)
+    left_out = [
+        f"{path} ({why})" for path, why in zip(table["path"][~is_drawn], reasons, strict=True)
+    ]
     if drawn.empty:
         to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
-        raise NoRunsError(f"{root}: nothing to draw yet: {_some(left_out)}; {to_make}")
-    lost = (~figure.select(table)["run"].isin(drawn["run"])).sum()
+        raise NoRunsError(f"{root}: nothing to draw yet: {_by_reason(left_out)}; {to_make}")
+    lost = (~selected["run"].isin(drawn["run"])).sum()
     mark = mark_of_runs(drawn, lost, has_spikes=not SPIKES.isdisjoint(frame))
     columns = ["path", "digest", "state", "step", "num_steps", "note"]
     rows = json.loads(drawn[columns].to_json(orient="records"))
@@ -239,6 +243,37 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     paths = sorted(set(frame["file"].dropna()) - {""})
     files = [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
     return frame, {"mark": "", "files": files, "left_out": frame.attrs.get("left_out", [])}, "paper"
+
+
+def _why_left_out(
+    rest: pd.DataFrame, drawn: pd.DataFrame, selected: set[str], lacking: str
+) -> list[str]:
+    """Why each run of `rest` is not drawn.
+
+    It is damaged, it is one of the `selected` but `lacking` what is drawn, or it is not selected:
+    then its first setting that no drawn run has.
+    """
+    keys = [*comparison.columns(rest), "seed"]
+    shown = {key: set(drawn[key].map(comparison.written)) for key in keys}
+    reasons = []
+    for head in rest.to_dict("records"):
+        texts = {key: comparison.written(head[key]) for key in keys}
+        other = next((f"{key}={text}" for key, text in texts.items() if text not in shown[key]), "")
+        if head["note"] not in ("", NO_TENSORS):
+            reasons.append(head["note"])
+        elif head["run"] in selected:
+            reasons.append(lacking)
+        elif len(drawn) and other:
+            reasons.append(f"no run with {other} is drawn")
+        else:
+            reasons.append("the figure is about other runs")
+    return reasons
+
+
+def _by_reason(left_out: list[str]) -> str:
+    """`PATH (REASON) and 2 more`, for each reason why something is left out."""
+    paths = pd.Series(left_out).groupby([text.partition(" (")[2] for text in left_out], sort=False)
+    return "; ".join(f"{p.iloc[0]}" + f" and {len(p) - 1} more" * (len(p) > 1) for _, p in paths)
 
 
 def _some(names: list[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import measures, run_files
-from analysis.load import Runs
+from analysis.load import NoRunsError, Runs
 from lowprec.config.schema import num_warmup_steps
 from lowprec.diagnostics.spikes import (
     LAST_STEPS,
@@ -176,18 +176,25 @@ def by_run(
 ) -> pd.DataFrame:
     """The rows of `table(series, protocol)` for each run that recorded RMS_t of TENSOR.
 
-    The columns THRESHOLDS follow the given ones.
+    The columns THRESHOLDS follow the given ones. Raises NoRunsError if no run did.
     """
+    lacking = {}
 
     def of_run(run: Runs, head: dict) -> pd.DataFrame:
         protocol, series = protocol_of_run(head), read_series(run, TENSOR)
-        examined = series.rms_of(TENSOR)[protocol.ignore_steps :]
-        if not len(examined) or np.isnan(series.rms_of(TENSOR)).all():
-            return pd.DataFrame()
-        return table(series, protocol).assign(**asdict(protocol))
+        if np.isnan(series.rms_of(TENSOR)).all():
+            lacking[f"RMS_t of {TENSOR}"] = None
+        elif len(series.loss) <= protocol.ignore_steps:
+            lacking[f"steps after the first {protocol.ignore_steps:,}, which are ignored"] = None
+        else:
+            return table(series, protocol).assign(**asdict(protocol))
+        return pd.DataFrame()
 
     named = measures.named_heads(runs, ("optimizer.beta2",))
-    return measures.by_run(runs, named, (*columns, *THRESHOLDS), of_run)
+    frame = measures.by_run(runs, named, (*columns, *THRESHOLDS), of_run)
+    if frame.empty and lacking:
+        raise NoRunsError(f"no run has what is drawn: {', or '.join(lacking)}")
+    return frame
 
 
 def protocol_of_run(summary: dict) -> Protocol:

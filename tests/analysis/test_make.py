@@ -81,6 +81,36 @@ def test_provenance_names_runs_states_versions_and_command(
     assert str(empty) in err
 
 
+@pytest.mark.usefixtures("no_pictures")
+def test_each_run_that_is_left_out_has_a_reason(make_run, run_make, tmp_path):
+    keys = {"experiment": "rms_and_loss", "num_steps": 60}
+    one, two = (make_run(optimizer="stable_adamw", beta2=b, **keys) for b in (0.8, 0.9))
+    seed, blind = make_run(seed=1, **keys), make_run(beta2=0.95, tables={}, **keys)
+    make_run(**keys)
+    other = "no run with optimizer.name=stable_adamw is drawn"
+    _, _, err = run_make(slug="rms_and_loss")
+    about = json.loads((tmp_path / "out" / "rms_and_loss_demo.json").read_text())
+    lacking = "it lacks what is drawn: RMS_t of the patch embedding and training loss"
+    reasons = {one: other, two: other, seed: "no run with seed=1 is drawn", blind: lacking}
+    assert sorted(about["left_out"]) == sorted(f"{run} ({why})" for run, why in reasons.items())
+    shown = min(one, two)
+    assert f"{shown} ({other}) and 1 more" in err and f"{seed} (no run with seed=1 is drawn)" in err
+
+
+@pytest.mark.parametrize(
+    ("keys", "lacking"),
+    [
+        ({"tables": {}}, "RMS_t of visual.conv1.weight"),
+        ({"steps": 5, "state": "failed"}, "steps after the first 40, which are ignored"),
+    ],
+)
+def test_spike_figures_of_any_runs_say_what_the_runs_lack(make_run, run_make, keys, lacking):
+    make_run(experiment=None, **keys)
+    for slug in ("lead_histogram", "rms_and_loss", "spike_warnings"):
+        code, _, err = run_make("--experiment", "any", slug=slug)
+        assert (code, err) == (2, f"error: no run has what is drawn: {lacking}\n")
+
+
 def test_unknown_slug_names_the_nearest(run_make):
     code, _, err = run_make(slug="loss_curve")
     assert code == 2
