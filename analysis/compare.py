@@ -1,13 +1,16 @@
-"""Which setting is better, and is the difference larger than chance? `compare(load_runs(DIR))`."""
+"""Which setting is better, and is the difference larger than chance?
+
+`python -m analysis.compare --runs DIR` prints `compare(load_runs(DIR))`.
+"""
 
 import math
 from typing import NamedTuple
 
 import pandas as pd
 
-from analysis import comparison, measures, spike_marks
+from analysis import cli, comparison, measures, spike_marks
 from analysis.evidence import Sample
-from analysis.load import NoRunsError, Runs
+from analysis.load import NoRunsError, Runs, load_runs
 from analysis.run_files import DEFAULTS
 from lowprec.nearest import nearest
 from lowprec.runs.read import ENDED
@@ -62,8 +65,8 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
 
     Differences are from `baseline`, a value of `varied`. Its default is the config's default value,
     such as bf16 or adamw, or the first in `means` if no run has that. Raises NoRunsError if no run
-    has ended, and ValueError for another setting or value than theirs. `precision` stands for
-    `precision.label`, and so on.
+    has ended or none has a loss, and ValueError for another setting or value than theirs.
+    `precision` stands for `precision.label`, and so on.
     """
     table = runs.runs.set_index("run").loc[measures.named_heads(runs)["run"]].reset_index()
     names = dict.fromkeys([*NAMED, *comparison.columns(table)])
@@ -92,6 +95,9 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     ended, values = _final_values(runs, ended)
     equal = [*(key for key in keys if key != varied), "seed", "what"]
     finals = ended.melt(["setting", *keys, "seed"], values, "what").dropna(subset="value")
+    if finals.empty:
+        notes = "; ".join(dict.fromkeys(filter(None, ended["note"])))
+        raise NoRunsError(f"{runs.root}: no run has a final loss or score: {notes}")
     by = ["setting", *keys, "seed", "what"]
     finals = finals.groupby(by, sort=False)["value"].mean().reset_index()
     is_baseline = finals[varied] == baseline
@@ -120,7 +126,21 @@ def _final_values(runs: Runs, ended: pd.DataFrame) -> tuple[pd.DataFrame, list[s
     for at, head in ended.iterrows():
         series = spike_marks.read_series(runs.only(head["run"]), spike_marks.TENSOR)
         protocol = spike_marks.protocol_of_run(head)
-        if not spike_marks.why_unexamined(len(series.loss), protocol):
+        if not series.why_unexamined(protocol):
             heights = spike_marks.spike_table(series, protocol)["height"]
             ended.loc[at, ["spikes", "highest"]] = len(heights), max(heights, default=0.0)
     return ended, ["final loss", *scores, "spikes", "highest"]
+
+
+@cli.entry
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    about = "Compares the settings of runs over seeds."
+    parser = cli.Parser(prog="python -m analysis.compare", description=about)
+    parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
+    print(compare(load_runs(parser.parse_args(arguments).runs)))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

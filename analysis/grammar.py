@@ -236,7 +236,9 @@ class Lines(Figure):
         return frame.assign(median=frame.groupby(by, dropna=False)[y].transform("median"))
 
     def _of_run(self, run: Runs, head: dict) -> pd.DataFrame:
-        table = measures.recorded(run, self.y.column)
+        table = measures.recorded(run, self.y.column).reindex(columns=["step", self.y.column])
+        if table[self.y.column].isna().all() and head["state"] != "diverged":
+            return table.head(0)
         if self.spikes:
             spikes = spike_marks.spikes_of_run(run, head)[["step", "height"]]
             table = table.merge(spikes, on="step", how="left")

@@ -5,6 +5,7 @@ A damaged file makes no reader fail or hang: it is left out and named in the run
 
 import difflib
 import functools
+import math
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -30,6 +31,7 @@ TYPES = {
 ARCHIVE = "runs.zip"  # an archive of run directories, as experiments.compact writes
 MAX_STEPS, MAX_GAP = 10**8, 10**5  # steps; those that a record may lack, and ten times its own
 NO_TENSORS = "tensors are not there"
+NO_LOSS = "no loss is recorded: call monitor.loss(loss) before each optimizer.step()"  # of `watch`
 UNKNOWN = {"state": "unknown", "step": 0, "reason": ""}  # a status that cannot be read
 UNUSED = {"data.digest": "", "init.digest": "", "gpu": ""}  # of a run without attempts
 PRECISION = ("precision.autocast", "precision.recipe")
@@ -235,6 +237,9 @@ def read_metrics(summary: dict) -> tuple[list[dict], list[str]]:
         (missing, f"steps are missing, first {first}"),
     ):
         notes += [f"metrics.jsonl: {count} {text}"] if count else []
+    is_watched = summary.get("data.name") == "unknown" and summary["state"] == "finished"
+    if is_watched and valid and all(math.isnan(row["loss"]) for row in valid):
+        notes.append(NO_LOSS)
     return [by_step[step] for step in steps], notes
 
 

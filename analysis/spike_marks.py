@@ -67,6 +67,11 @@ class Series:
         matching = [name for name in self.rms if fnmatchcase(name, pattern)]
         return np.fmax.reduce(self.rms[matching].to_numpy(float), axis=1, initial=np.nan)
 
+    def why_unexamined(self, protocol: Protocol) -> str:
+        """`why_unexamined` of its steps, which also need a finite loss."""
+        text = "" if np.isfinite(self.loss).any() else "none has a finite loss"
+        return why_unexamined(len(self.loss), protocol) or text
+
     def rms_spikes(self, protocol: Protocol) -> pd.DataFrame:
         """One row per RMS spike: step, tensor and rms, by step, the highest of a step first.
 

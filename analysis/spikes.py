@@ -41,7 +41,7 @@ def _summary_lines(
 ) -> list[str]:
     rms, num_spikes = series.rms_of(tensor), counted(len(spikes), "loss spike")
     if not np.isfinite(series.loss).any():
-        num_spikes = "No finite loss is recorded (was monitor.loss called?)"
+        num_spikes = "No finite loss is recorded"
     late = rms[protocol.ignore_steps :]
     single = [] if len(spikes) else _single_outliers(series, protocol)
     if unrecorded := spike_marks.why_unrecorded(series, protocol, tensor):

@@ -86,7 +86,7 @@ def collect_run(runs: Runs, tensor: str, points: int, num_listed: int) -> RunDat
         protocol=protocol,
         following=spike_marks.count_following(series, rms, protocol),
         speed=speed_of(runs.timing),
-        unexamined=spike_marks.why_unexamined(len(series.loss), protocol),
+        unexamined=series.why_unexamined(protocol),
         unrecorded=unrecorded,
         can_replay=any(as_path(summary["path"]).glob("*/step_*")),
         verdict=verdict,

@@ -17,7 +17,7 @@ from analysis.load import Runs
 from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, RunData, collect_run, readable
-from analysis.run_files import NO_TENSORS, read_row_file
+from analysis.run_files import NO_LOSS, NO_TENSORS, read_row_file
 from analysis.spike_marks import TENSOR, coinciding_note, describe_protocols
 from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
@@ -343,7 +343,7 @@ def _progress(run: RunData) -> list[Field]:
     """The state of a run and its last step with a row."""
     state = str(run.summary["state"])
     style = STATE_STYLES.get(state, "warn")
-    if state in ENDED and run.summary["note"] not in ("", NO_TENSORS):
+    if state in ENDED and run.summary["note"] not in ("", NO_LOSS, NO_TENSORS):
         state, style = f"{state}, damaged", "bad" if style == "bad" else "warn"
     elif run.verdict:
         state = f"{state}, {run.verdict}"

@@ -266,6 +266,8 @@ class Monitor:
             text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
             text += " pass watch protocol=Protocol(ignore_steps=..., window=...)"
             logger.warning(text, self.step, first)
+        if self._rows and not self._has_loss and all(math.isnan(r["loss"]) for r in self._rows):
+            logger.warning("no loss is saved: call monitor.loss(loss) before each optimizer.step()")
         with closing(Record(folder)) as record:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())

@@ -1,12 +1,15 @@
 """`compare` finds what differs between runs, and pairs them by seed."""
 
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from analysis import NoRunsError, load_runs, measures
+from analysis import compare as compare_module
 from analysis.compare import compare
 
 
@@ -59,6 +62,14 @@ def test_runs_of_one_setting_have_a_mean_and_no_difference(runs):
     assert found.keys == ["model.name"] and len(found.means) == 1
     assert found.differences.empty and not found.unpaired
     assert str(found.means["recall"].iloc[0]).startswith("20.00 [")
+
+
+def test_the_command_prints_the_comparison(runs, capsys):
+    assert compare_module.main(["--runs", str(runs.root)]) == 0
+    assert capsys.readouterr().out == f"{compare(runs)}\n"
+    command = [sys.executable, "-m", "analysis.compare"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "--runs" in done.stderr
 
 
 def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tmp_path):

@@ -207,6 +207,35 @@ def test_run_with_a_locked_image_tower_still_has_loss_spikes(plant, capsys):
     assert spikes.main(["--run", str(run), "--tensor", CONV1]) == 2
 
 
+def test_the_table_of_tensors_says_how_many_it_leaves_out(plant, capsys):
+    run = plant()
+    table = pd.read_parquet(run / "tensors.parquet")
+    for number in range(8):
+        table[f"rms/more.{number}"] = 1.0
+    table.to_parquet(run / "tensors.parquet")
+    assert spikes.main(["--run", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "the 10 most followed of 11 tensors with RMS_t" in out and "as events" not in out
+    assert out.partition("By tensor")[2].count("more.") == 7
+
+
+def test_a_spike_without_an_rms_spike_before_it_has_a_dash_for_its_lead(plant, capsys):
+    assert spikes.main(["--run", str(plant({1200: None}))]) == 0
+    row = next(
+        line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["1200"] * 2
+    )
+    assert row.split()[6:8] == ["-", "-"]
+
+
+def test_the_rule_is_stated_once_for_several_numbers_of_ignored_steps():
+    rows = [vars(Protocol(ignore_steps=number)) for number in (1000, 40, 100, 40)]
+    text = spike_marks.describe_protocols(pd.DataFrame(rows))
+    assert text.count("Loss spikes: ") == 1
+    assert "The first 40 or 100 or 1,000 steps have neither." in text
+    other = spike_marks.describe_protocols(pd.DataFrame([*rows, vars(Protocol(window=50))]))
+    assert other.count("Loss spikes: ") == 2
+
+
 def test_one_loss_spike_has_a_chance_level_without_interval(plant, capsys):
     spikes.main(["--run", str(plant({1200: 3}))])
     assert f"By chance {8 / 1800:.1%}, p = " in capsys.readouterr().out
@@ -218,7 +247,7 @@ def test_a_run_without_losses_has_no_result_on_loss_spikes(plant, capsys):
     write_rows(run / "metrics.jsonl", rows)
     spikes.main(["--run", str(run)])
     out = capsys.readouterr().out
-    assert "No finite loss is recorded (was monitor.loss called?) and 1 RMS spike (" in out
+    assert "No finite loss is recorded and 1 RMS spike (" in out
     assert "0 loss spikes" not in out
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from analysis import load_runs, spike_marks, spikes
+from analysis import compare, load_runs, plot, spike_marks, spikes
+from analysis import make as make_figure
 from analysis.report.page import make_page
 from lowprec.config.check import ConfigError, RunError
 from lowprec.diagnostics import Protocol, watch
@@ -24,6 +25,7 @@ from tests.diagnostics.watched import (
     Planted,
     assert_planted,
     example,
+    loss_of,
     make,
     planted,
     take,
@@ -214,6 +216,34 @@ def test_the_pages_example_runs(tmp_path, monkeypatch, capsys, caplog):
     assert "Nothing was examined: 20 steps are recorded" in capsys.readouterr().out
     planted(tmp_path / "short", (60,))
     assert not [text for text in caplog.messages if "60 steps" in text]
+
+
+def test_a_run_without_losses_says_how_to_pass_them(tmp_path, caplog, capsys):
+    for name, stops in (("none", 0), ("some", 3)):
+        model, optimizer = make()
+        monitor = watch(model, optimizer, protocol=Protocol(ignore_steps=0, window=2))
+        take(model, optimizer, monitor, range(1, stops + 1))
+        for step in range(stops, 5):
+            loss_of(model, step).backward()
+            optimizer.step()
+        monitor.save(tmp_path / name)
+    assert len([text for text in caplog.messages if "no loss is saved: call" in text]) == 1
+    lacking = "no loss is recorded: call monitor.loss(loss) before each optimizer.step()"
+    runs = load_runs(tmp_path)
+    assert runs.runs.set_index("run")["note"].to_dict() == {"none": lacking, "some": ""}
+    for run, says in (("none", True), ("some", False)):
+        page = make_page(runs.only(run))
+        assert (f">{lacking}<" in page.replace("\n", "")) == says and "finished, " not in page
+        assert ("5 steps are recorded, and none has a finite loss." in page) == says
+    commands = {
+        (spikes, "--run"): ["--tensor", "0.weight"],
+        (plot, "--runs"): ["y=loss", "--out", f"{tmp_path}/plot"],
+        (make_figure, "--runs"): ["loss_curves", "--experiment", "any", "--out", f"{tmp_path}/out"],
+        (compare, "--runs"): [],
+    }
+    for (command, flag), words in commands.items():
+        command.main([flag, str(tmp_path / "none"), *words])
+        assert lacking in "".join(capsys.readouterr())
 
 
 def test_saving_tells_of_a_run_that_is_shorter_than_half_a_window(tmp_path, caplog):
