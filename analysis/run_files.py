@@ -69,7 +69,8 @@ def find_addresses(root: Path | str) -> list[str]:
     """Returns the addresses of the runs at or below `root`, and of those in archives named ARCHIVE.
 
     If `root` does not exist, finds the run of that name in the archive beside it. Warns about
-    archives that cannot be read or that unpack to more than MAX_BYTES.
+    archives that cannot be read or that unpack to more than MAX_BYTES, and about runs without a
+    config or status.
     """
     archive = _archive_of(str(root))
     start = Path() if archive else as_path(root)
@@ -77,10 +78,8 @@ def find_addresses(root: Path | str) -> list[str]:
         inside = find_addresses(start.parent / ARCHIVE)
         return [address for address in inside if Path(address).name == start.name]
     addresses = [] if archive else [str(run) for run in read.find_runs(start)]
-    if archive:
-        archives = [archive]
-    else:
-        archives = sorted(start.glob(f"**/{ARCHIVE}")) if isinstance(start, Path) else []
+    is_folder = not archive and isinstance(start, Path)
+    archives = sorted(start.glob(f"**/{ARCHIVE}")) if is_folder else [archive] if archive else []
     for path in archives:
         try:
             if not path.is_file():
@@ -92,6 +91,11 @@ def find_addresses(root: Path | str) -> list[str]:
             addresses += [f"{path}/{run.path}" for run in inside]
         except (*read.BAD_ARCHIVE, OSError, ValueError) as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+    for path in sorted(start.glob("**/metrics.jsonl")) if is_folder else []:
+        is_copy = read.is_copy(path.parts[len(start.parts) :])
+        if not is_copy and str(path.parent) not in addresses:
+            lacking = "it has no config.yaml or no status.json"
+            warnings.warn(f"{path.parent}: left out: {lacking}", stacklevel=2)
     return addresses
 
 

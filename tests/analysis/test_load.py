@@ -3,6 +3,7 @@
 import contextlib
 import io
 import shutil
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -131,6 +132,19 @@ def test_missing_runs_error_names_the_folder_and_the_command(tmp_path):
             load_runs(root, experiment="loss_curves")
     with pytest.raises(NoRunsError, match=f"no such folder; nearest: {tmp_path}/results$"):
         load_runs(tmp_path / "resluts")  # perhaps one run, which no study makes
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "status.json"])
+def test_a_run_that_lost_its_config_or_status_is_named(make_run, tmp_path, name):
+    run = make_run(num_steps=20)
+    shutil.copytree(run, f"{run}.bak")
+    make_run(num_steps=20, seed=1)
+    for path in (run, f"{run}.bak"):
+        (Path(path) / name).unlink()
+    lacking = "it has no config.yaml or no status.json"
+    with pytest.warns(UserWarning, match=f"{run}: left out: {lacking}$") as warned:
+        assert len(load_runs(tmp_path / "runs")) == 1
+    assert len(warned) == 1
 
 
 def test_a_misspelled_run_names_the_nearest_in_an_archive(make_run, tmp_path):
