@@ -96,8 +96,7 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     equal = [*(key for key in keys if key != varied), "seed", "what"]
     finals = ended.melt(["setting", *keys, "seed"], values, "what").dropna(subset="value")
     if finals.empty:
-        notes = "; ".join(dict.fromkeys(filter(None, ended["note"])))
-        raise NoRunsError(f"{runs.root}: no run has a final loss or score: {notes}")
+        raise NoRunsError(f"{runs.root}: no run has a final loss or score{runs.notes}")
     by = ["setting", *keys, "seed", "what"]
     finals = finals.groupby(by, sort=False)["value"].mean().reset_index()
     is_baseline = finals[varied] == baseline

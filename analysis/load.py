@@ -101,6 +101,12 @@ class Runs:
             notes.append("; ".join(filter(None, parts)))
         return self.summaries.assign(note=notes)
 
+    @property
+    def notes(self) -> str:
+        """` (NOTE; NOTE)`: the first notes of the runs, for messages, or ""."""
+        notes = list(dict.fromkeys(filter(None, self.runs["note"])))[:3]
+        return f" ({'; '.join(notes)})" if notes else ""
+
     @cached_property
     def metrics(self) -> pd.DataFrame:
         """One row per step: run, step, loss, lr, ...; evaluations are in the row of their step."""

@@ -64,8 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
     if slug == "all":
         return draw_all(*choices)
     if slug == "pictures":
+        drawn = 0
         for path in draw_pictures(*choices[:3]):
+            drawn += 1
             print(f"Wrote {path}")
+        if not drawn:
+            such = f"such as {slugs[0]}.png"
+            raise ChoiceError(f"{options.runs}: there is no picture of a figure, {such}")
         return 0
     try:
         stem, about = draw(slug, *choices)

@@ -63,7 +63,7 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     facts = pd.DataFrame({"reached": steps.max(), "recorded": steps.nunique()})
     heads = runs.runs[runs.runs["scale"].notna()].join(facts, on="run", how="inner")
     if heads.empty:
-        why = "no run has steps and an undamaged config yet"
+        why = f"no run has steps and an undamaged config yet{runs.notes}"
         raise NoRunsError(f"{runs.root}: {why if len(runs) else 'the figure shows no such runs'}")
     whole = ["batch_size", "num_steps", "seed", "reached", "recorded"]
     heads = heads.astype(dict.fromkeys(whole, int) | {"optimizer.beta2_decay": float})

@@ -16,6 +16,7 @@ plotted values.
 
 import argparse
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,10 +114,11 @@ def make_figure(
     if frame.empty or frame[y].isna().all():
         names = sorted({*runs.metrics, *runs.timing} - {"run", "step"})
         if y in names:
-            notes = "; ".join(dict.fromkeys(filter(None, runs.runs["note"])))
-            raise ChoiceError(f"y={y}: no run has a value{notes and f' ({notes})'}")
+            raise ChoiceError(f"y={y}: no run has a value{runs.notes}")
         others = f"not recorded; there are {', '.join(names)}, and STATISTIC/TENSOR"
         raise ChoiceError(f"y={y}: {others}{nearest(y, [*names, *runs.statistics()])}")
+    if num := len(runs) - frame["run"].nunique():
+        warnings.warn(f"{num} of {counted(len(runs), 'run')} did not record {y}", stacklevel=2)
     return row, frame
 
 

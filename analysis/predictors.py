@@ -113,9 +113,12 @@ def main(arguments: list[str] | None = None) -> int:
     frame, left_out = of_whole_seeds(heads, figure.query(runs))
     if frame["beta2"].nunique() < 2:
         raise ChoiceError(f"--runs {options.runs}: a threshold needs runs of at least two beta2")
+    spikes = frame.drop_duplicates("run")["num_spikes"].sum()
+    if not spikes:
+        num = counted(frame["run"].nunique(), "run")
+        raise ChoiceError(f"--runs {options.runs}: no loss spike to predict in {num}")
     for cells in (HEADER, ["---"] * len(HEADER), *worth(frame)):
         print(f"| {' | '.join(cells)} |")
-    spikes = frame.drop_duplicates("run")["num_spikes"].sum()
     print(f"\n{frame['run'].nunique()} runs, {spikes:.0f} loss spikes, horizon {HORIZON} steps")
     print("".join(f"{note}\n" for note in left_out), end="")
     return 0

@@ -163,6 +163,12 @@ def test_runs_of_no_study_with_half_of_what_a_figure_shows_end_in_one_line(
     assert code == 2 and lacking in err and err.count("\n") == 1
 
 
+def test_pictures_of_a_folder_without_any_is_an_error(make_run, run_make):
+    make_run(num_steps=20)
+    code, _, err = run_make(slug="pictures")
+    assert code == 2 and "there is no picture of a figure, such as accuracy_vs_size.png" in err
+
+
 @pytest.mark.usefixtures("no_pictures")
 def test_pictures_draws_figures_of_a_folder_anew_and_nothing_else(make_run, run_make, tmp_path):
     make_run(num_steps=20)

@@ -248,6 +248,14 @@ def test_names_of_tensors_and_timing_are_drawn(runs):
     assert len(plot.make_figure(runs, y="wall_s")[1]) == 12
 
 
+def test_runs_that_did_not_record_a_name_are_counted(make_run, tmp_path):
+    make_run(num_steps=20)
+    make_run(num_steps=20, seed=1, columns={"mine": np.ones(20)})
+    for x in ("step", "optimizer.lr"):
+        with pytest.warns(UserWarning, match="^1 of 2 runs did not record mine$"):
+            plot.make_figure(load_runs(tmp_path / "runs"), y="mine", x=x)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -179,6 +179,14 @@ def test_one_beta2_has_no_table(plant, capsys):
     assert "at least two beta2" in capsys.readouterr().err
 
 
+def test_runs_without_a_loss_spike_have_no_table(plant, capsys):
+    for beta2 in (0.98, 0.99):
+        run = plant({195: 5}, (), beta2=beta2)
+    assert predictors.main(["--runs", str(run.parents[1])]) == 2
+    printed = capsys.readouterr()
+    assert "no loss spike to predict in 2 runs" in printed.err and not printed.out
+
+
 def test_seeds_without_an_ended_run_at_every_beta2_are_left_out_and_named(plant, capsys):
     for beta2, seed, state in (
         *((0.98, 0, "finished"), (0.99, 0, "diverged"), (0.995, 0, "finished")),
