@@ -4,6 +4,7 @@
 """
 
 import math
+import sys
 from typing import NamedTuple
 
 import pandas as pd
@@ -81,7 +82,7 @@ def compare(runs: Runs, varied: str = "", baseline: str = "") -> Comparison:
     table = table.assign(**settings[keys], setting=setting)
     ended = table[table["state"].isin(ENDED)]
     if ended.empty:
-        raise NoRunsError(f"{runs.root}: no run has ended yet")
+        raise NoRunsError(f"{runs.root}: no run has ended yet{runs.notes}")
     name, varied = varied, next((key for key in keys if key != "model.name"), keys[0])
     if name and not (varied := comparison.column_of(name, keys)):
         differ = f"the runs differ in {', '.join(keys)}; seeds are averaged"
@@ -137,7 +138,12 @@ def main(arguments: list[str] | None = None) -> int:
     about = "Compares the settings of runs over seeds."
     parser = cli.Parser(prog="python -m analysis.compare", description=about)
     parser.add_argument("--runs", required=True, help="folder of runs, or its URL")
-    print(compare(load_runs(parser.parse_args(arguments).runs)))
+    runs = load_runs(parser.parse_args(arguments).runs)
+    found = compare(runs)
+    print(found)
+    rest = runs.where(~runs.summaries["run"].isin(found.runs["run"]))
+    if len(rest):
+        print(f"left out: {comparison.counted(len(rest), 'run')}{rest.notes}", file=sys.stderr)
     return 0
 
 

@@ -228,6 +228,9 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0, has_spikes: bool = Fals
     """
     incomplete = (~drawn["state"].isin(ENDED) | ~drawn["note"].isin(["", NO_TENSORS])).sum()
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
+    num_data = data.nunique()
+    if drawn["data.train"].nunique() == 1:  # an evaluation reads more, which changes the digest
+        num_data = data.groupby(drawn["evaluation.name"], dropna=False).nunique().max()
     short = [
         why_unexamined(head["step"], protocol_of_run(head)) != ""
         for head in drawn.to_dict("records")
@@ -236,7 +239,7 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0, has_spikes: bool = Fals
     texts = {
         f"{incomplete} of {len(drawn)} runs incomplete or damaged": incomplete,
         f"{num_lost} of {len(drawn) + num_lost} runs not drawn": num_lost,
-        f"{data.nunique()} different data sets": data.nunique() > 1,
+        f"{num_data} different data sets": num_data > 1,
         f"{sum(short)} of {len(drawn)} runs too short for loss spikes": sum(short),
     }
     return "; ".join(text for text, holds in texts.items() if holds)

@@ -66,7 +66,9 @@ def test_runs_of_one_setting_have_a_mean_and_no_difference(runs):
 
 def test_the_command_prints_the_comparison(runs, capsys):
     assert compare_module.main(["--runs", str(runs.root)]) == 0
-    assert capsys.readouterr().out == f"{compare(runs)}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{compare(runs)}\n"
+    assert printed.err == "left out: 1 run (running: 10 of 40 steps)\n"
     command = [sys.executable, "-m", "analysis.compare"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and "--runs" in done.stderr
@@ -80,7 +82,7 @@ def test_another_setting_or_value_is_refused_with_the_nearest(runs, make_run, tm
     assert compare(runs, "optimizer").varied == "optimizer.name"
     with pytest.raises(ValueError, match="baseline=0.8: one of 0.9, 0.99"):
         compare(runs, "optimizer.beta2", "0.8")
-    with pytest.raises(NoRunsError, match="no run has ended"):
+    with pytest.raises(NoRunsError, match=r"no run has ended yet \(running: 10 of 40"):
         compare(runs.where(runs.summaries["state"] == "running"))
 
 

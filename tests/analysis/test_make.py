@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 
 import fsspec
@@ -12,6 +13,7 @@ import pytest
 
 from analysis import load_runs, make, paper
 from analysis.figures import loss_curves, op_profile
+from lowprec.config.schema import EvaluationConfig
 
 
 @pytest.fixture(name="run_make")
@@ -161,6 +163,24 @@ def test_runs_of_no_study_with_half_of_what_a_figure_shows_end_in_one_line(
         make_run(num_steps=20, experiment=None, seed=seed, columns=columns)
     code, _, err = run_make("--experiment", "any", slug=slug)
     assert code == 2 and lacking in err and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_runs_that_evaluate_read_no_other_data_set(make_run, run_make, tmp_path):
+    keys = {"num_steps": 20, "evaluation": EvaluationConfig("none")}
+    make_run(num_steps=20)
+    make_run(seed=1, data="cd" * 32, **keys)
+    run_make()
+    about = tmp_path / "out" / "loss_curves_demo.json"
+    assert json.loads(about.read_text())["mark"] == ""
+    other = make_run(seed=2, data="ef" * 32, **keys)
+    run_make()
+    assert json.loads(about.read_text())["mark"] == "2 different data sets"
+    shutil.rmtree(other)
+    config = next((tmp_path / "runs").glob("*/*s1*/config.yaml"))
+    config.write_text(re.sub("train: .*", "train: others/train-*.tar", config.read_text()))
+    run_make()
+    assert json.loads(about.read_text())["mark"] == "2 different data sets"
 
 
 def test_pictures_of_a_folder_without_any_is_an_error(make_run, run_make):
