@@ -19,6 +19,7 @@ from lowprec.diagnostics.spikes import Protocol, lag_coincidence, loss_spikes, o
 SIDES = {"step": "detection", "onset": "onset"}  # column of `spike_table`: in print
 KINDS = {"before the RMS spike": style.OTHER, "at its step": style.RMS,
          "after it": spike_marks.FOLLOWING}  # fmt: skip
+REACHING = "Only runs in which RMS_t can reach its threshold."
 OF_A_LEAD = ("num_spikes", "num_large", "by_chance")
 
 
@@ -177,7 +178,8 @@ FIGURES = {
         title=shares_following,
         shows=measures.repeated,
         what="loss spikes, by the steps from an RMS spike of the patch embedding,",
-        text="The RMS spike is the latest at or before the loss spike, or else the next. Dark: "
+        text=f"{REACHING} The RMS spike is the latest at or before the loss spike, or else the "
+        "next. Dark: "
         f"spikes over {spike_marks.LARGE:g} nat. Dotted: by chance, if RMS spikes were shifted "
         f"along the run. The paper: {paper.FOLLOWING_SAID}.",
     ),
@@ -190,7 +192,8 @@ FIGURES = {
         title=most_followed,
         shows=measures.repeated,
         what="loss spikes after RMS spikes of each tensor",
-        text="Counted from the onset of the loss spikes. Orange: tensors after whose RMS spikes "
+        text=f"{REACHING} Counted from the onset of the loss spikes. Orange: tensors after whose "
+        "RMS spikes "
         "more loss spikes follow than by chance, at a false discovery rate of "
         f"{LEVEL:g} over the tensors with RMS spikes, if loss spikes are independent of each "
         f"other. The paper: {paper.FOLLOWING_SAID}.",
