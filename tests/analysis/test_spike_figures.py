@@ -64,6 +64,7 @@ def test_leads_count_each_spike_once_and_tell_before_at_and_after(plant, query):
     left, _ = drawn(lead_histogram, frame)
     share = "33% of loss spikes are detected, and 33% begin, 1 to 8 steps after an RMS spike"
     assert lead_histogram.title(frame) == share
+    assert "Only runs in which RMS_t can reach its threshold." in lead_histogram.caption(frame)
     heights = [bar.get_height() for bar in left.patches]
     assert sum(heights) == 2 * 4  # all and, over them, those over 1 nat; two have no lead
 
