@@ -25,7 +25,7 @@ class MomentReader:
         self._addresses = AddressTables()
         self._key: tuple = ()
         self._grads_at: list[int] = []
-        if any("betas" not in group for group in optimizer.param_groups):
+        if any(len(group.get("betas") or ()) != 2 for group in optimizer.param_groups):
             raise self._nothing_to_watch()
 
     def read(self, params: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class MomentReader:
         return torch.linalg.vector_norm(grad_norms), expand_rows(table, rows, len(self.names))
 
     def _nothing_to_watch(self) -> ValueError:
-        text = f"{type(self.optimizer).__name__} has no exp_avg and exp_avg_sq to watch"
+        text = f"{type(self.optimizer).__name__} has no exp_avg and exp_avg_sq to watch, as in Adam"
         return ValueError(f"{text}: use AdamW, Adam or StableAdamW")
 
     def _prepare(

@@ -58,7 +58,8 @@ def watch(
         model: names the parameters.
         optimizer: StableAdamW, torch.optim.AdamW, Adam without weight decay (foreach, fused and
             capturable, too), or another one whose state has `step`, `exp_avg` and `exp_avg_sq` of
-            the gradient; accelerate's and Lightning's wrappers of them, too.
+            the gradient, as Adam's; accelerate's and Lightning's wrappers of them, too. Warns of
+            other moments, such as those of foreign StableAdamWs, which are debiased already.
         every: steps between records of the tensors; the first step is always recorded.
         flush: steps between copies to the host, and between reports of spikes.
         step: steps taken before, in a resumed run.
@@ -128,7 +129,7 @@ class Monitor:
         self._last_loss = 0.0  # at the last flush
         self._given: dict = {}  # to `save`
         self._folders: dict[Path, Path] = {}  # by what `save` was given
-        self._first = step + 1
+        self._first, self._is_new = step + 1, not optimizer.state
         self._reader = MomentReader(optimizer, self.names, self.device)
         hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
         self._handle = optimizer.register_step_post_hook(hook)
@@ -179,6 +180,8 @@ class Monitor:
     def flush(self) -> None:
         """Fetches the recorded steps, looks for spikes and logs those it finds."""
         steps, scalars, tables = self._buffer.fetch()
+        if self._is_new and steps[:1] == [self._first]:
+            self._check_first(tables[0, :, WATCHED.index("rms")])
         rms, lrs = tables[:, :, WATCHED.index("rms")], _on_host(self._lrs)
         self._lrs = []
         for step, lr, values, table in zip(steps, lrs, scalars, tables, strict=True):
@@ -295,6 +298,16 @@ class Monitor:
     def _after_step(self, *_: object) -> None:
         if not is_capturing(self.device):
             self.read()
+
+    def _check_first(self, rms: np.ndarray) -> None:
+        """Warns of an optimizer whose first second moment, after Adam's correction, is not g^2."""
+        largest = np.nanmax(rms, initial=0.0)
+        if largest > 2 or 0 < largest < 0.5:
+            text = (
+                "RMS_t of the first update is at most %.3g, not 1: unless gradients are below eps, "
+            )
+            text += "%s does not keep Adam's moments, and RMS_t and update norms are wrong"
+            logger.warning(text, largest, type(self.optimizer).__name__)
 
     def _params(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -280,6 +280,10 @@ def test_what_cannot_be_watched_is_refused():
             optimizer.step()
     with pytest.raises(ValueError, match="SGD has no exp_avg and exp_avg_sq .* use AdamW, Adam or"):
         watch(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["betas"] = (0.98, 0.92, 0.99)  # as Adan's
+    with pytest.raises(ValueError, match="AdamW has no exp_avg and exp_avg_sq .* as in Adam"):
+        watch(model, optimizer)
     with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
         watch(copy.deepcopy(model), torch.optim.AdamW(model.parameters()))
     optimizer = torch.optim.Adamax(model.parameters())  # only its state shows it
@@ -292,6 +296,27 @@ def test_what_cannot_be_watched_is_refused():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="needs dense gradients"):
         optimizer.step()
+
+
+def debias(optimizer, *_):
+    """Makes the second moments such as other libraries' StableAdamW keeps: without correction."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p]["exp_avg_sq"] = p.grad.square()
+
+
+@pytest.mark.parametrize("is_debiased", [False, True])
+def test_moments_that_are_not_adams_are_warned_of_once(is_debiased, caplog):
+    model, optimizer = make()
+    if is_debiased:
+        optimizer.register_step_post_hook(debias)
+    for _ in range(2):  # only of a new optimizer is the first RMS_t known
+        monitor = watch(model, optimizer, flush=2)
+        take(model, optimizer, monitor, range(1, 5))
+        monitor.flush()
+        monitor.close()
+    expected = ["RMS_t of the first update is at most 0.1, not 1"]
+    assert [text.partition(":")[0] for text in caplog.messages] == expected * is_debiased
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, StableAdamW])
