@@ -124,16 +124,21 @@ def checkpoint_blocks(
 
     A block saves its input, its attention output and, on a GPU, weights quantized for both of their
     products; the backward pass recomputes the rest. The model's own checkpointing is turned off: it
-    recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm.
+    recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm. It stays
+    as it is where it also recomputes blocks of convolutions, which would fill the memory otherwise.
 
     `on`: True checkpoints all blocks, False none. None checkpoints the blocks under the model's own
     checkpointing and keeps those that are checkpointed already.
     """
+    blocks = list(blocks)
     names = {module: name for name, module in model.named_modules()}
-    owners = {block: _with_parents(model, names[block]) for block in blocks}
-    is_on = {b: any(getattr(m, flag, False) for m in owners[b] for flag in _FLAGS) for b in owners}
-    for block, modules in owners.items():
-        if on or on is None and is_on[block]:
+    is_on = {m for m in names if any(getattr(m, flag, False) for flag in _FLAGS)}
+    kept = {m for m in is_on if on is not False and _has_convolutional_blocks(m, blocks)}
+    for block in blocks:
+        owners = set(_with_parents(model, names[block]))
+        if owners & kept:
+            continue
+        if on or on is None and owners & is_on:
             if not is_checkpointed(block):
                 block.forward = partial(_checkpointed, block, vars(block).get("forward"))
         elif on is False and is_checkpointed(block):
@@ -141,10 +146,29 @@ def checkpoint_blocks(
             del block.forward
             if patched is not None:
                 block.forward = patched
-        for module in modules:
+        for module in owners:
             for flag in _FLAGS:
                 if getattr(module, flag, False):
                     setattr(module, flag, False)
+
+
+def _has_convolutional_blocks(module: nn.Module, blocks: list[nn.Module]) -> bool:
+    """Whether the checkpointing of a module recomputes more than blocks, as in NextViT.
+
+    These are beside them, have several convolutions and no checkpointing of their own.
+    """
+    for container in module.modules():
+        if isinstance(container, nn.Sequential | nn.ModuleList):
+            elements = [set(element.modules()) for element in container]
+            without = [parts for parts in elements if parts.isdisjoint(blocks)]
+            if len(without) < len(elements) and any(map(_is_convolutional, without)):
+                return True
+    return False
+
+
+def _is_convolutional(parts: set[nn.Module]) -> bool:
+    num_convolutions = sum(isinstance(part, nn.modules.conv._ConvNd) for part in parts)
+    return num_convolutions > 1 and not any(hasattr(p, flag) for p in parts for flag in _FLAGS)
 
 
 def _with_parents(model: nn.Module, name: str) -> list[nn.Module]:

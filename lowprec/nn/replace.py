@@ -126,7 +126,8 @@ def prepare_for_training(
             Models that were compiled before are compiled again at their next forward.
         checkpointing: whether the backward pass recomputes the blocks, except their attention
             kernel. None keeps the choice of an earlier call and replaces the model's own
-            checkpointing if that is on.
+            checkpointing if that is on. Unless False, the model's own stays if it also recomputes
+            blocks of convolutions.
         skip_slow: whether layers stay 16-bit if the recipe is no faster for their shape.
             Fake-quantized recipes are never faster.
         settings: `backend` and `outlier_threshold` of `apply_recipe`.

@@ -202,6 +202,37 @@ def test_later_call_replaces_all_of_the_earlier_one(graphs):
     assert_near(VIT.gradients(model), quantized)
 
 
+def num_saved(model, images):
+    """Elements that a forward pass saves for the backward pass, without parameters."""
+    kept = {p.untyped_storage().data_ptr(): None for p in model.parameters()}
+
+    def pack(x):
+        kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = model(images)
+    return output, sum(storage.size() for storage in kept.values() if storage)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True])
+def test_checkpointing_that_also_recomputes_convolutions_stays(checkpointing):
+    torch.manual_seed(0)
+    model, x = timm.create_model("mobilevit_xxs").train(), torch.randn(2, 3, 64, 64)
+    options = {"compile": False, "checkpointing": checkpointing}
+    without = num_saved(model, x)[1]
+    model.set_grad_checkpointing(True)
+    expected, least = num_saved(model, x)
+    assert least < without / 10
+    layers = prepare_for_training(model, "high", **options)
+    output, saved = num_saved(model, x)
+    assert torch.equal(output, expected) and saved == least and layers.checkpointed == []
+    prepare_for_training(model, "high", compile=False, checkpointing=False)
+    assert num_saved(model, x)[1] == without
+    layers = prepare_for_training(model, "high", **options)  # the model's own is off
+    assert layers.checkpointed == (layers.blocks if checkpointing else [])
+
+
 def test_patched_forward_of_a_block_survives():
     model = VIT.build().train()
     model.blocks[0].forward = patched = lambda x: x
