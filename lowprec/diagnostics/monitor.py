@@ -138,8 +138,10 @@ class Monitor:
         """Gives the next step its loss; several calls, as in gradient accumulation, are averaged.
 
         Pass the loss itself: neither scaled nor divided by the number of micro-batches. Warns if
-        the first watched step had none.
+        the first watched step had none. ValueError for losses of several samples.
         """
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ValueError(f"loss {list(loss.shape)}: must be one number, such as its mean")
         if self.step == self._first and not (self._has_loss or self._losses):
             text = "step %d had no loss: call monitor.loss before optimizer.step(); if you call it"
             text += " after the step, each loss is recorded one step late and leads are wrong"

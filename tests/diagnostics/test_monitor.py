@@ -172,6 +172,13 @@ def test_losses_of_micro_batches_are_averaged_and_tensors_sampled():
     assert monitor.step == len(monitor.rows()) == 9
 
 
+def test_losses_of_single_samples_are_refused():
+    monitor = watch(*make())
+    monitor.loss(torch.ones(1))
+    with pytest.raises(ValueError, match=r"loss \[2\]: must be one number"):
+        monitor.loss(torch.ones(2))
+
+
 @pytest.mark.parametrize("order", ["before", "after", "never at first"])
 def test_losses_given_after_their_step_are_warned_of_once(order, caplog):
     model, optimizer = make()
