@@ -35,16 +35,19 @@ def is_linear(module: nn.Module) -> bool:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements of Sequentials and ModuleLists that contain linear layers, in order.
 
-    If elements are nested, such as the blocks of a stage, the inner ones are returned, unless the
-    outer one has attention or MLP projections besides them.
+    If elements are nested, such as the blocks of a stage, the inner ones are returned, unless they
+    are parts of a block: none has both attention and MLP projections, and the outer one has more.
     """
-    named = model.named_modules()
-    linear = {module: matches(name, LINEAR_LAYERS) for name, module in named if is_linear(module)}
+    linear = {
+        module: {pattern for pattern in LINEAR_LAYERS if matches(name, [pattern])}
+        for name, module in model.named_modules()
+        if is_linear(module)
+    }
     return list(dict.fromkeys(_blocks_in(model, linear)))
 
 
-def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Module]:
-    """The blocks in a module; `linear` maps linear layers to whether LINEAR_LAYERS match them."""
+def _blocks_in(module: nn.Module, linear: dict[nn.Module, set[str]]) -> list[nn.Module]:
+    """The blocks in a module; `linear` maps linear layers to the LINEAR_LAYERS that match them."""
     blocks = []
     for child in module.children():
         inner = _blocks_in(child, linear)
@@ -53,8 +56,15 @@ def _blocks_in(module: nn.Module, linear: dict[nn.Module, bool]) -> list[nn.Modu
         is_element = isinstance(module, nn.Sequential | nn.ModuleList)
         is_part = child in linear or isinstance(child, nn.ModuleList | nn.ModuleDict)
         is_whole = any(linear[layer] for layer in others) if inner else bool(others)
+        is_whole = is_whole and not any(_is_complete(block, linear) for block in inner)
         blocks += [child] if is_element and not is_part and is_whole else inner
     return blocks
+
+
+def _is_complete(block: nn.Module, linear: dict[nn.Module, set[str]]) -> bool:
+    """Whether a block has both attention and MLP projections."""
+    found = set().union(*(linear.get(part, ()) for part in block.modules()))
+    return bool(found & {"in_proj", "out_proj"}) and bool(found & {"c_fc", "c_proj"})
 
 
 def compile_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:

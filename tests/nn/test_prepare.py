@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -313,6 +314,13 @@ def test_blocks_are_the_elements_that_contain_layers():
         stages = timm.create_model("swin_tiny_patch4_window7_224")
     expected = [f"layers.{i}.blocks.{j}" for i, n in enumerate((2, 2, 6, 2)) for j in range(n)]
     assert names_of_blocks(stages) == expected
+    sizes = {"img_size": 32, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    pooled = timm.create_model("vit_base_patch16_siglip_224", **sizes)  # by attention
+    expected = ["0.blocks.0", "0.blocks.1"]
+    assert names_of_blocks(nn.Sequential(pooled, nn.Linear(4, 4))) == expected
+    experts = [nn.Sequential(OrderedDict(down_proj=nn.Linear(4, 4))) for _ in range(2)]
+    block = nn.Sequential(OrderedDict(o_proj=nn.Linear(4, 4), experts=nn.ModuleList(experts)))
+    assert names_of_blocks(nn.Sequential(block, nn.Linear(4, 4))) == ["0"]  # with its experts
     pair = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), nn.LayerNorm(4)])
     assert names_of_blocks(nn.ModuleList([pair, copy.deepcopy(pair)])) == ["0.0", "1.0"]
     assert names_of_blocks(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == []
