@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from pyarrow import parquet
 from analysis.bench import load_lines
 from analysis.run_files import flatten
 from experiments.sweep import SweepConfig
-from lowprec.config.compose import CONF, defaults, explain
+from lowprec.config.compose import CONF, explain
 from lowprec.config.schema import Config
 from lowprec.data.shapes import render_shapes
 from lowprec.runs.read import read_rows
@@ -38,7 +39,7 @@ EXAMPLES = {  # of CONTRIBUTING.md: what is there when it has run
     "A logger": "runs/run/nano-bf16-adamw-s0-*/metrics.jsonl",
     "A model": "runs/run/pico-bf16-adamw-s0-*/metrics.jsonl",
 }
-KEYS = flatten(defaults(Config)) | flatten(defaults(SweepConfig))
+KEYS = flatten(asdict(Config())) | flatten(asdict(SweepConfig()))
 GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
 
 

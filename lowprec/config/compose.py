@@ -9,8 +9,7 @@ import copy
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -107,17 +106,6 @@ def differing_values(runs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     return [{_key(text): text.partition("=")[2] for text in texts} for texts in own]
 
 
-def defaults(schema: type) -> dict:
-    """A schema's default values as nested plain data, which config files override."""
-
-    def value(f: Any) -> Any:
-        if is_dataclass(f.type):
-            return defaults(f.type)
-        return f.default if f.default is not NO_DEFAULT else f.default_factory()
-
-    return {f.name: value(f) for f in fields(schema)}
-
-
 def explain(entry: str, schema: type) -> str:
     """A line per key of an entry point, `key=default`, followed by its meaning and choices.
 
@@ -142,7 +130,7 @@ def explain(entry: str, schema: type) -> str:
 
 def register(schema: type) -> None:
     """Makes a schema's defaults the base config that the files in `conf/` name `schema`."""
-    ConfigStore.instance().store(name="schema", node=defaults(schema))
+    ConfigStore.instance().store(name="schema", node=asdict(schema()))
 
 
 def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) -> dict:
