@@ -42,9 +42,7 @@ def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 class Figure:
     """Which runs or lines a figure shows.
 
-    A figure also has `query(runs)`, exactly the plotted numbers with a column `run` (of benchmark
-    lines, which are its argument, with a column `file`), and `draw(frame, canvas)`, which sets the
-    size and draws all panels.
+    A figure also has `draw(frame, canvas)`, which sets the size and draws all panels.
 
     Attributes:
         studies: the experiments that make the runs. The first one that has runs at a scale is
@@ -53,6 +51,8 @@ class Figure:
             one of the first; `*` for all of them.
         where: selects from rows of `Runs.runs` those that the figure is about.
         lines: the slug of a benchmark, whose lines are drawn in place of runs.
+        table: makes the frame of the selected runs, with `measures.OF_A_RUN`, or of the lines, with
+            the columns `file` and perhaps `source`, the device.
         what: what the figure shows, the first words of the caption.
         text: its sentences after the runs.
         title: the finding in a sentence, computed from the frame, or "" for `words`.
@@ -63,6 +63,7 @@ class Figure:
     same_but: tuple[str, ...] = ()
     where: Select = lambda heads: heads
     lines: str = ""
+    table: Callable[[Any], pd.DataFrame] | None = None
     what: str = ""
     text: str = ""
     title: Callable[[pd.DataFrame], str] = lambda _: ""
@@ -90,6 +91,10 @@ class Figure:
     def selected(self, runs: Runs) -> Runs:
         """The runs that the figure is about."""
         return runs.where(runs.summaries["run"].isin(self.select(runs.runs)["run"]))
+
+    def query(self, source: Runs | pd.DataFrame) -> pd.DataFrame:
+        """Exactly the plotted numbers, of runs or of benchmark lines."""
+        return self.table(source if self.lines else self.selected(source))
 
     def caption(self, frame: pd.DataFrame) -> str:
         """States what is shown, of which runs, and which diverged; or the device of the lines."""
@@ -349,22 +354,15 @@ class Panels(Figure):
     """Panels that functions draw, of runs or of benchmark lines.
 
     Attributes:
-        table: the frame of the selected runs, with `measures.OF_A_RUN`; or of the lines, with the
-            columns `file` and perhaps `source`, the device.
         plots: each draws a panel of each part of the frame.
         facet: divides the frame into parts, with titles.
         size: width, in columns of text, and height in inches of a panel, or a function of the
             frame.
     """
 
-    table: Callable[[Any], pd.DataFrame]
     plots: tuple[Callable[[pd.DataFrame, Axes], None], ...]
     facet: Facet = in_one_panel
     size: tuple[float, float] | Callable[[pd.DataFrame], tuple] = (1, 2.5)
-
-    def query(self, source: Runs | pd.DataFrame) -> pd.DataFrame:
-        """The table of the selected runs, or of benchmark lines."""
-        return self.table(source if self.lines else self.selected(source))
 
     def draw(self, frame: pd.DataFrame, canvas: Canvas) -> None:
         """A column for each part and a row for each plot, whose panels share a y axis.

@@ -154,17 +154,17 @@ def _points(runs: Runs, x: str, y: Axis, hue: Hue, facet: str) -> Points | Rows:
     values = measures.named_heads(runs)[column]
     is_line = pd.api.types.is_numeric_dtype(values) and values.notna().all()
     places = {written(value): written(value) for value in _in_order(values)}
-    shared = {"table": last_values, "hue": "group", "look": hue.look}
+    shared = {"table": last_values, "values": (y,), "hue": "group", "look": hue.look}
     shared["facet"] = facets if facet else in_one_panel
     if is_line:
         axis = Axis(column=column, label=short(x), names=lambda _: places)
-        return Points(x=axis, y=(y,), **shared)
+        return Points(x=axis, **shared)
 
     def blocks(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         parts = {place: frame[frame[column] == place] for place in places}
         return [(naming.setting(x, place), part) for place, part in parts.items() if len(part)]
 
-    return Rows(values=(y,), blocks=blocks, **shared)
+    return Rows(blocks=blocks, **shared)
 
 
 def _hue(heads: pd.DataFrame, key: str, facet: str) -> Hue:

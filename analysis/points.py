@@ -11,7 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from analysis import marks, naming, panels, style
 from analysis.grammar import Axis, Facet, Figure, in_one_panel
-from analysis.load import NoRunsError, Runs
+from analysis.load import NoRunsError
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SIDE, SLOTS = 0.1, 0.7  # of the distance of two named values: by which points that would hide
@@ -25,7 +25,7 @@ class OfRuns(Figure):
     """A point for each run, in the color of its hue.
 
     Attributes:
-        table: the frame of the selected runs: one row per run, with `measures.OF_A_RUN`.
+        values: each of these axes has a panel if a run has its value; a run without it has a cross.
         hue: the column whose values have colors; those in `order` come first.
         look: the color and the line style of a hue, by its first row.
         name: the name of a hue, by its first row. What all methods share is left out.
@@ -33,7 +33,7 @@ class OfRuns(Figure):
         facet: divides the frame into panels, with titles.
     """
 
-    table: Callable[[Runs], pd.DataFrame]
+    values: tuple[Axis, ...]
     hue: str = "method"
     order: tuple = ()
     look: Callable[[pd.Series], tuple] = style.look_of_recipe
@@ -41,9 +41,16 @@ class OfRuns(Figure):
     hollow: tuple[Callable[[pd.DataFrame], pd.Series], str] | None = None
     facet: Facet = in_one_panel
 
-    def query(self, runs: Runs) -> pd.DataFrame:
-        """The table of the selected runs."""
-        return self.table(self.selected(runs))
+    def words(self, frame: pd.DataFrame) -> str:
+        """`what`, if all axes are drawn, or else these."""
+        drawn = self._drawn(frame)
+        if self.what and len(drawn) == len(self.values):
+            return self.what
+        return naming.join(axis.quantity(frame) for axis in drawn)
+
+    def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
+        """The axes of which a run has a value, or else the first one."""
+        return [v for v in self.values if frame[v.column].notna().any()] or [self.values[0]]
 
     def _sorted(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The frame by hue; methods by precision."""
@@ -77,14 +84,12 @@ class Points(OfRuns):
     """A point for each run, by its values on two axes; with one named value of x, in rows.
 
     Attributes:
-        x: the horizontal axis.
-        y: each of these axes has a panel if a run has both values; a run without y has a cross.
+        x: the horizontal axis, whose value drawn runs have; `values` are vertical.
         means: whether a line joins the means of the runs at one place.
         shade: the value of x from which on panels are faded, with the reason, or None.
     """
 
     x: Axis
-    y: tuple[Axis, ...]
     means: bool = True
     shade: Callable[[pd.DataFrame], tuple[float, str] | None] = lambda _: None
 
@@ -96,18 +101,18 @@ class Points(OfRuns):
         if self.x.names and len(self.x.names(frame)) == 1:
             own = {key: getattr(self, key) for key in ("table", "hue", "look", "name", "hollow")}
             # in the order of the table
-            Rows(values=self.y, blocks=self.facet, **own).draw(frame, canvas)
+            Rows(values=self.values, blocks=self.facet, **own).draw(frame, canvas)
             return
         frame = self._sorted(frame)
         labels = self._labels(frame)
         cells = list(itertools.product(self.facet(frame), self._drawn(frame)))
         if all(self._lacks(part.dropna(subset=self.x.column), y) for (_, part), y in cells):
-            raise NoRunsError(f"no run has what is drawn: {self.y[0].quantity(frame)}")
+            raise NoRunsError(f"no run has what is drawn: {self.values[0].quantity(frame)}")
         axes = panels.grid(canvas, len(cells), 3.0 if self.means else 2.5)
         for ((title, part), y), ax in zip(cells, axes, strict=True):
             self.plot(part, ax, y, labels)
             ax.set_title(title)
-        for y in self.y:
+        for y in self.values:
             shared = [ax for (_, its), ax in zip(cells, axes, strict=True) if its is y]
             panels.share_limits(shared)
             for ax in shared:
@@ -167,20 +172,13 @@ class Points(OfRuns):
             look = {"fontsize": 6.5, "transform": ax.get_xaxis_transform()}
             ax.text(start + 0.08, 0.02, shade[1], zorder=4, **look)
 
-    def words(self, frame: pd.DataFrame) -> str:
-        """`what`, if all panels are drawn, or else the y axes."""
-        drawn = self._drawn(frame)
-        if self.what and len(drawn) == len(self.y):
-            return self.what
-        return naming.join(y.quantity(frame) for y in drawn)
-
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
         means = "; lines: their means, with gaps at values without runs" * self.means
         return f"{super().caption(frame)} Points: runs{means}; a cross: a run without a value."
 
     def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
-        return _with_values(self.y, frame.dropna(subset=self.x.column))
+        return super()._drawn(frame.dropna(subset=self.x.column))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -191,12 +189,10 @@ class Rows(OfRuns):
     panel has one.
 
     Attributes:
-        values: each of these axes has a panel if a run has its value; else there is a cross.
         blocks: divides the rows of a panel into blocks, with titles.
         size: width, in columns of text, of a panel.
     """
 
-    values: tuple[Axis, ...]
     blocks: Facet = in_one_panel
     size: float = 1.0
 
@@ -273,19 +269,7 @@ class Rows(OfRuns):
                 ax.vlines(middle, rows[0] - 0.5, rows[-1] + 0.5, color=style.OTHER, lw=0.8,
                           zorder=0.5)  # fmt: skip
 
-    def words(self, frame: pd.DataFrame) -> str:
-        """The axes."""
-        return naming.join(axis.quantity(frame) for axis in self._drawn(frame))
-
     def caption(self, frame: pd.DataFrame) -> str:
         """Adds what points are."""
         text = "Points: runs; bars: their means; a cross: a run without a value."
         return f"{super().caption(frame)} {text}"
-
-    def _drawn(self, frame: pd.DataFrame) -> list[Axis]:
-        return _with_values(self.values, frame)
-
-
-def _with_values(axes: tuple[Axis, ...], frame: pd.DataFrame) -> list[Axis]:
-    """The axes of which a run has a value, or else the first one."""
-    return [axis for axis in axes if frame[axis.column].notna().any()] or [axes[0]]

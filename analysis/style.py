@@ -44,8 +44,8 @@ def save(figure: Figure, stem: Path, frame: pd.DataFrame) -> None:
     durable.replace(Path(f"{stem}.csv"), frame.to_csv(index=False, lineterminator="\n").encode())
 
 
-def color(precision: str, optimizer: str, variant: int = 0) -> tuple[float, float, float]:
-    """The color of a method; each further setting of it in one panel (`variant`) is paler."""
+def color(precision: str, optimizer: str = "", variant: int = 0) -> tuple[float, float, float]:
+    """The color of a method, or of a precision: gray for bf16; each further `variant` is paler."""
     name = re.split("[@ ]", precision)[0]
     shade = NARROW.get(name) or PRECISIONS.get(name, (name, OTHER))[1]
     shade = shade or OPTIMIZERS.get(optimizer, (optimizer, "-", OTHER))[2]
@@ -86,8 +86,8 @@ def look(head: pd.Series) -> tuple[tuple[float, float, float], str | tuple]:
 def look_of_recipe(head: pd.Series) -> tuple[tuple[float, float, float], str]:
     """The color of a run's recipe, or else of its precision, gray for bf16, and a solid line."""
     if "recipe" in head:
-        return color(head["recipe"], ""), "-"
-    return color(head["precision"], "", head["variant"]), "-"
+        return color(head["recipe"]), "-"
+    return color(head["precision"], variant=head["variant"]), "-"
 
 
 def log_axis(ax: Axes, name: str = "y") -> None:

@@ -212,7 +212,7 @@ def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db", fp8: str 
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))
-        color = style.color(recipe, "")
+        color = style.color(recipe)
         if recipe in COMPARED:
             ax.fill_between(middle.index, low, high, alpha=0.2, lw=0, color=color)
         name = fp8 if fp8 and "fp8" in recipe else naming.precision(recipe)

@@ -42,7 +42,7 @@ def draw_rates(ax: Axes, title: str, part: pd.DataFrame) -> None:
     for recipe, own in part.groupby("recipe", sort=False):
         at = {lr: lr * DISTANCE ** ASIDE[recipe] for lr in part["lr"]}
         marks.draw_runs(ax, own["lr"].map(at), own["validation_loss"], every=at.values(),
-                        color=style.color(recipe, ""), label=RECIPES[recipe])  # fmt: skip
+                        color=style.color(recipe), label=RECIPES[recipe])  # fmt: skip
     panels.number_axis(ax, part["lr"])
     panels.value_axis(ax, log=True)
     ax.set(xlabel="learning rate", title=title, ylim=(None, 2 * ax.get_ylim()[1]))

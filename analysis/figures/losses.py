@@ -70,7 +70,7 @@ def look_of_change(head: pd.Series) -> tuple:
     if head["label"].startswith(CLIPPING):
         color = naming.OPTIMIZERS["adamw_clip"][2]
     elif head["label"].startswith(PLAIN):
-        color = TENSORWISE.get(head["precision"], ("", style.color(head["precision"], "")))[1]
+        color = TENSORWISE.get(head["precision"], ("", style.color(head["precision"])))[1]
     elif head["intervention"] == "none":
         return style.look_of_recipe(head)
     return style.paler(color, head["variant"]), "-"

@@ -125,7 +125,7 @@ def plot(frame: pd.DataFrame, ax: Axes) -> None:
         own, recipe = values[part.index], part["recipe"].iloc[0]
         low, high = (100 * np.expm1(end.iloc[0]) for end in interval(part, LEVEL))
         marks.draw_row(
-            ax, len(names), own, own.mean(), style.color(recipe, ""), spread=spread[own.index],
+            ax, len(names), own, own.mean(), style.color(recipe), spread=spread[own.index],
             ends=None if recipe == BF16 else (low, high),
         )  # fmt: skip
         names.append(naming.precision(recipe))

@@ -247,7 +247,7 @@ FIGURES = {
         where=ended_at_several_rates,
         table=loss_by_rate,
         x=Axis(column="lr", label="peak learning rate", names=values_of("lr")),
-        y=(
+        values=(
             Axis(column="validation_loss", label="validation loss of bf16 (nats)", log=True,
                  where=in_bf16),
             replace(LOSS_CHANGE, where=while_some_train),

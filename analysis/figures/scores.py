@@ -286,7 +286,7 @@ FIGURES = {
         studies=("update_clipping", "stability"),
         table=accuracy_by_beta2,
         x=Axis(column="beta2", label="beta2", names=values_of("beta2")),
-        y=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
+        values=(Axis(column="accuracy", label=f"{TOP1} (%)"),),
         look=style.look,
         facet=by_model,
         text="After figure 10, arXiv:2304.13013.",
@@ -300,7 +300,7 @@ FIGURES = {
         hue="product",
         order=tuple(PRODUCTS_IN_PRINT),
         name=lambda head: PRODUCTS_IN_PRINT[head["product"]],
-        look=lambda head: (style.color(head["product"] or "bf16", ""), "-"),
+        look=lambda head: (style.color(head["product"] or "bf16"), "-"),
         facet=by_format,
         title=costliest_product,
         shows=measures.comparing("precision", "product", "format"),
@@ -332,7 +332,7 @@ FIGURES = {
         where=lambda heads: heads[heads["precision.recipe"] == "high"],
         table=recall_and_size,
         x=Axis(column="lr", label="peak learning rate", names=values_of("lr")),
-        y=(
+        values=(
             SCORES[0],
             Axis(column="size", label="mean absolute value of the\nlast vision block's output",
                  log=True),
@@ -356,7 +356,7 @@ FIGURES = {
         ),
         table=logits,
         x=Axis(column="logit_max", label="largest attention logit at the end", log=True),
-        y=(Axis(column="recall", label=f"{RECALL} (%)"),),
+        values=(Axis(column="recall", label=f"{RECALL} (%)"),),
         hue="setting",
         name=lambda head: re.sub(
             rf", ({'|'.join(USUAL)})\b| layer-scale|learning (?=rate)", "", head["setting"]

@@ -16,11 +16,6 @@ METHODS = {"int8": "switchback", "fp8": "hw_fp8_switchback"}  # dtype: recipe
 PAPERS = "the paper's own percentages"
 
 
-def color(precision: str) -> tuple:
-    """The color of a precision, gray for bf16."""
-    return style.color(precision, "")
-
-
 def on(frame: pd.DataFrame) -> str:
     """The devices in short: `H100` for `NVIDIA H100 80GB HBM3`."""
     names = bench.devices(frame).split(", ")
@@ -67,7 +62,7 @@ def plot_totals(frame: pd.DataFrame, ax: Axes, label: str, bar: float | None = N
     is_one = len(counts) == 1
     ax.set_title(on(frame) + f", {counts[0]:,} tokens" * is_one)
     for (series, tokens), part in ours.sort_values("dim").groupby(["series", "tokens"], sort=False):
-        shade = style.paler(color(METHODS[series]), counts.index(tokens))
+        shade = style.paler(style.color(METHODS[series]), counts.index(tokens))
         label_of_line = naming.precision(METHODS[series]) + f", {tokens:,} tokens" * (not is_one)
         ax.plot(part["dim"], part["value"], "-o", ms=3, lw=1.2, color=shade, label=label_of_line)
     panels.number_axis(ax, frame["dim"])
@@ -114,7 +109,7 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
         middles = np.arange(len(places)) + (place - (len(cases) - 1) / 2) * width
         values = part.set_index("shape")["value"].reindex(places)
         name = name_of_case(case, part)
-        look = {"color": color(case), "label": name}
+        look = {"color": style.color(case), "label": name}
         look |= {"hatch": "////", "edgecolor": "white", "lw": 0} if "layers" in name else {}
         ax.bar(middles, values, width * 0.92, **look)
         for at, value in zip(middles, values, strict=True):
@@ -157,10 +152,10 @@ def in_lines(shape: str, shapes: list[str]) -> str:
 
 OF_RECIPES = ("fp8_blockwise", "mxfp8", "nvfp4_rht_sr", "nvfp4", "mxfp4")
 NOISE = {  # case: name in print, and color
-    "int8": ("int8", color("switchback")),
-    "e4m3": ("fp8, both e4m3", color("fp8_switchback")),
-    "e5m2 e4m3": ("fp8, e5m2 and e4m3", color("hw_fp8_switchback")),
-    **{name: (naming.precision(name), color(name)) for name in OF_RECIPES},
+    "int8": ("int8", style.color("switchback")),
+    "e4m3": ("fp8, both e4m3", style.color("fp8_switchback")),
+    "e5m2 e4m3": ("fp8, e5m2 and e4m3", style.color("hw_fp8_switchback")),
+    **{name: (naming.precision(name), style.color(name)) for name in OF_RECIPES},
 }
 VIT_H = {  # terms that ViT-H/14's products sum: widths; 256 images, 128 patches and a token
     "ViT-H/14: output,\ninput gradient": (1280, 5120),
@@ -232,7 +227,7 @@ def plot_scaling(frame: pd.DataFrame, ax: Axes) -> None:
         name, dashes, marker = KINDS[kind]
         runs = part.groupby(["file", "host", "commit"], dropna=False, sort=False)
         *earlier, last = (run for _, run in runs)  # in the order of lines
-        look = {"color": color(precision), "marker": marker, "ms": 4}
+        look = {"color": style.color(precision), "marker": marker, "ms": 4}
         for run in earlier:
             ax.plot(run["processes"], run["ratio"], ls="none", mfc="white", zorder=3, **look)
         look |= {"lw": 1.2, "ls": dashes, "label": f"{naming.precision(precision)}, {name}"}

@@ -127,7 +127,7 @@ def _around_highest(run: Runs, head: dict) -> pd.DataFrame:
 def plot_around(frame: pd.DataFrame, ax: Axes) -> None:
     """The loss of each run of a scaler in a tone of its own, and ticks where it skips."""
     head, counts, above = frame.iloc[0], [], ax.get_xaxis_transform()
-    tones = style.tones(style.color(head["precision"], ""), frame["run"].nunique())
+    tones = style.tones(style.color(head["precision"]), frame["run"].nunique())
     for i, (_, run) in enumerate(frame.groupby("run", sort=False)):
         color, at = tones[i], run["step"] - run["spike"]
         finite = np.isfinite(run["loss"].astype(float))
@@ -164,7 +164,7 @@ FIGURES = {
         where=spike_marks.at_main_rate,
         table=heights,
         x=Axis(column="beta2", label="beta2", names=values_of("beta2")),
-        y=(
+        values=(
             Axis(
                 column="height",
                 label="spike heights with medians (nats)",

@@ -211,4 +211,4 @@ def test_the_headline_names_the_costliest_of_several_recipes(costly, few):
     assert "is 1.2 times as high at 2e-3 as at 1e-3" in title
     assert ("the costliest recipe" in title) == (not few)
     for lacking in (frame[frame["seed"] == 0], frame[(frame["lr"] == 1e-3) | (frame["seed"] == 0)]):
-        assert headline.heading(lacking).startswith("Validation loss relative to bf16")
+        assert headline.heading(lacking).startswith("Validation loss by learning rate")
