@@ -274,7 +274,7 @@ def differences(
     """
     runs = comparison.matched(runs[runs[value].notna()], varied, (one, other))
     by_model = {}
-    for model in sorted(set(runs["model.name"]), key=lambda name: naming.rank(name, naming.MODELS)):
+    for model in sorted(set(runs["model.name"]), key=naming.order("model.name")):
         group = runs[runs["model.name"] == model]
         settings = comparison.signature(group, varied, seed=False)
         usual = group["seed"].groupby(settings).nunique().idxmax()

@@ -18,7 +18,6 @@ from analysis.load import Runs
 
 Select = Callable[[pd.DataFrame], pd.DataFrame]
 Facet = Callable[[pd.DataFrame], list[tuple[str, pd.DataFrame]]]
-TABLES = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}  # order of values
 ANYTHING = ("*",)  # of `same_but`
 
 
@@ -34,7 +33,7 @@ def by(columns: str | list[str], title: Callable[[Any], str] = str) -> Facet:
 
 def by_model(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """A panel for each model, from small to large."""
-    models = sorted(set(frame["model"]), key=lambda name: naming.rank(name, naming.MODELS))
+    models = sorted(set(frame["model"]), key=naming.order("model.name"))
     return [(naming.model(name), frame[frame["model"] == name]) for name in models]
 
 
@@ -228,8 +227,7 @@ class Lines(Figure):
             facets = heads[self.column]
         for _, part in heads.groupby(facets, dropna=False):
             heads.loc[part.index, "label"] = self.hue.labels(part)
-        table = TABLES.get(self.facet, ())
-        ranks = facets.map(lambda value: naming.rank(value, table) if table else value)
+        ranks = facets.map(naming.order(self.facet))
         order = [self.hue.order(head) for _, head in heads.iterrows()]
         heads = heads.assign(rank=ranks, order=order).sort_values(["rank", "order"], kind="stable")
         keys = (measures.RENAMED.get(key, key) for key in keys)

@@ -77,7 +77,8 @@ def named_heads(runs: Runs, by: tuple[str, ...] = ()) -> pd.DataFrame:
     heads["label"] = [_label(head) for head in heads[LABELED].to_dict("records")]
     heads["scale"] = heads["scale"].where(heads["experiment"].notna())
     keys = ["model.name", "precision.label", "optimizer.name", "variant", "seed", "run"]
-    return heads.sort_values(keys, key=_order).rename(columns=RENAMED)
+    in_order = heads.sort_values(keys, key=lambda values: values.map(naming.order(values.name)))
+    return in_order.rename(columns=RENAMED)
 
 
 def _precision(head: dict) -> str:
@@ -141,7 +142,7 @@ def by_intervention(runs: Runs) -> pd.DataFrame:
     """`named_heads` by model and intervention, as the style orders them; labels name the latter."""
     heads = named_heads(runs, ("intervention.name",))
     names = [naming.setting("intervention.name", name) for name in heads["intervention"]]
-    rank = heads["intervention"].map(lambda name: naming.rank(name, naming.INTERVENTIONS))
+    rank = heads["intervention"].map(naming.order("intervention.name"))
     heads = heads.assign(label=with_setting(heads, names), rank=rank)
     return heads.assign(size=pd.factorize(heads["model"])[0]).sort_values(["size", "rank"])
 
@@ -297,13 +298,6 @@ def _tell_repeats_apart(
     twice = group.groupby([*same, group["digest"]]).cumcount()  # copies of one run
     names = "run " + group["digest"] + twice.map(lambda n: f", copy {n}" if n else "")
     return settings.where(~several, (settings + ", " + names).str.removeprefix(", "))
-
-
-def _order(column: pd.Series) -> pd.Series:
-    """Sort keys of a column: the order of the style's tables, where there is one."""
-    tables = {"model.name": naming.MODELS, "precision.label": naming.PRECISIONS}
-    table = (tables | {"optimizer.name": naming.OPTIMIZERS}).get(column.name)
-    return column if table is None else column.map(lambda name: naming.rank(name, table))
 
 
 def recorded(runs: Runs, name: str) -> pd.DataFrame:

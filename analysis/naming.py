@@ -1,6 +1,8 @@
 """What figures, tables and verdicts call things in print: models, recipes, optimizers, settings."""
 
 import re
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
@@ -83,6 +85,12 @@ MODELS = {  # model.name: in print, small to large
     "vit_l14": "ViT-L/14",
     "vit_h14": "ViT-H/14",
 }
+TABLES = {
+    "model.name": MODELS,
+    "precision.label": PRECISIONS,
+    "optimizer.name": OPTIMIZERS,
+    "intervention.name": INTERVENTIONS,
+}  # by config key
 
 
 def model(name: str) -> str:
@@ -121,8 +129,14 @@ def optimizer_name(name: str) -> str:
     return OPTIMIZERS.get(name, (name,))[0]
 
 
-def rank(name: str, table: dict | tuple) -> tuple[int, str]:
-    """Sort key: the order of a table above, then other names."""
+def order(key: str) -> Callable[[Any], Any]:
+    """The sort key of values of a config key: the order of its table above, then other names."""
+    table = TABLES.get(key)
+    return (lambda name: rank(name, table)) if table else lambda value: value
+
+
+def rank(name: str, table: Collection[str]) -> tuple[int, str]:
+    """Sort key: the order of a table, then other names."""
     return (list(table).index(name) if name in table else len(table), name)
 
 
@@ -158,7 +172,6 @@ def setting(key: str, value: object) -> str:
         return printed[key](value)
     if key == "optimizer.lr" and isinstance(value, float):
         return f"learning rate {number(value)}"
-    tables = {"optimizer.name": OPTIMIZERS, "intervention.name": INTERVENTIONS}
-    if value in tables.get(key, {}):
-        return tables[key][value][0]
+    if value in TABLES.get(key, {}):
+        return TABLES[key][value][0]
     return f"{comparison.short(key).replace('_', ' ')} {comparison.written(value)}"

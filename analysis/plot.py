@@ -36,11 +36,6 @@ from lowprec.nearest import nearest
 from lowprec.waiting import doing
 
 NAMES = ("y", "x", "hue", "facet", "band")  # other words select runs
-TABLES = {
-    "precision": naming.PRECISIONS,
-    "optimizer": naming.OPTIMIZERS,
-    "intervention": naming.INTERVENTIONS,
-}
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 DASHES = ("-", "--", ":", "-.")
 LONGEST = 36  # characters of a line of the y axis's label
@@ -179,7 +174,7 @@ def _hue(heads: pd.DataFrame, key: str, facet: str) -> Hue:
     if len(values) > 2 and all(isinstance(value, int | float | np.number) for value in values):
         colors = _scale("viridis", len(values))
     else:
-        table = TABLES.get(column, {})
+        table = {} if key == "model.name" else naming.TABLES.get(key, {})  # models have no color
         colors = _distinct([table[v][-1] or "#000000" if v in table else None for v in values])
     colors = dict(zip(map(written, values), colors, strict=True))
     return Hue(

@@ -58,7 +58,7 @@ class OfRuns(Figure):
         frame = frame.sort_values(self.hue, key=lambda hues: hues.map(ranks), kind="stable")
         if self.hue != "method":
             return frame
-        ranks = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+        ranks = frame["precision"].map(naming.order("precision.label"))
         return frame.loc[ranks.sort_values(kind="stable").index]
 
     @staticmethod

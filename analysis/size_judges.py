@@ -123,7 +123,7 @@ def outcomes(records: Evidence) -> pd.DataFrame:
     above = losses - losses.where(runs[RECIPE] == "bf16").groupby(same).transform("min")
     words = pd.Series("degraded", runs.index).mask(above <= TRAINS, "trains")
     words = words.mask((above >= FAILS) | np.isinf(losses), "fails")
-    size = runs["model.name"].map(lambda name: naming.rank(name, naming.MODELS)).rename("size")
+    size = runs["model.name"].map(naming.order("model.name")).rename("size")
     by = [size, same, runs["model.name"], runs["optimizer.lr"], runs[RECIPE]]
     table = words.groupby(by).agg(list).unstack().reindex(columns=["bf16", FP8]).dropna()
     if table.empty:

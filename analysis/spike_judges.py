@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,11 @@ from lowprec.diagnostics.spikes import loss_spikes
 
 TENSORS_OF_BLOCK = {"none": 12, "zero_init": 14, "kq_norm": 16}  # by intervention
 TENSORS_OUTSIDE = 14  # of blocks, in a CLIP model
-OPTIMIZERS = {name: in_print for name, (in_print, *_) in naming.OPTIMIZERS.items()}
 PRINTED_VALUES = {
     SPIKES: "loss spikes per run",
     HIGHEST: "highest loss spike of a run, in nats",
     LARGE: f"loss spikes over {spike_marks.LARGE:g} nat per run",
 }
-PRINTED = {"model.name": naming.MODELS, "optimizer.name": OPTIMIZERS}  # varied: names in print
 
 
 class Cause(NamedTuple):
@@ -86,18 +83,18 @@ def trend(records: Evidence, cause: str, value: str) -> Finding:
 
 
 def _in_order(counts: pd.DataFrame, varied: str) -> list:
-    """The values of a setting from small to large."""
-    by_size = partial(naming.rank, table=naming.MODELS) if varied == "model.name" else None
-    return sorted(counts[varied].unique(), key=by_size)
+    """The values of a setting from small to large, optimizers as in `naming.OPTIMIZERS`."""
+    return sorted(counts[varied].unique(), key=naming.order(varied))
 
 
 def _by_value(
     counts: pd.DataFrame, varied: str, value: str, values: Sequence
 ) -> tuple[str, pd.Series]:
     """Our numbers by the values of a setting in words, and the last minus the first by seed."""
-    table = PRINTED.get(varied, {})
+    has_names = varied in naming.TABLES
     means = [counts.loc[counts[varied] == one, value].mean() for one in values]
-    names = [table[v] if v in table else f"{comparison.short(varied)} {v:g}" for v in values]
+    short = comparison.short(varied)
+    names = [naming.setting(varied, v) if has_names else f"{short} {v:g}" for v in values]
     differences = evidence.difference(counts, varied, values[-1], values[0], value)
     ours = "; ".join(f"{name}: {mean:.3g}" for name, mean in zip(names, means, strict=True))
     return (

@@ -208,7 +208,7 @@ def plot_noises(frame: pd.DataFrame, ax: Axes, value: str = "sqnr_db", fp8: str 
 
     `fp8` is the name of all fp8 formats; without it, each has its own.
     """
-    recipes = sorted(frame["recipe"].unique(), key=lambda name: naming.rank(name, style.PRECISIONS))
+    recipes = sorted(frame["recipe"].unique(), key=naming.order("precision.label"))
     for recipe in recipes:
         by_step = frame[frame["recipe"] == recipe].groupby("step")[value]
         low, middle, high = (by_step.quantile(q) for q in (0.25, 0.5, 0.75))

@@ -37,7 +37,7 @@ def marked(runs: Runs) -> pd.DataFrame:
     own config; `follows` marks those where a loss spike begins after an RMS spike.
     """
     frame = spike_marks.by_run(runs, COLUMNS, spike_marks.mark)
-    rank = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
+    rank = frame["model"].map(naming.order("model.name"))
     order = frame.assign(rank=rank).sort_values(["rank", "beta2"], kind="stable").index
     return frame.loc[order]
 

@@ -115,7 +115,7 @@ def outcome(rows: pd.DataFrame) -> str:
 
 def plot(frame: pd.DataFrame, ax: Axes) -> None:
     """A row for each state and recipe: its replays, with the interval of a recipe's only one."""
-    ranks = frame["recipe"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+    ranks = frame["recipe"].map(naming.order("precision.label"))
     values, names = 100 * np.expm1(frame["difference"]), []
     places = frame.groupby(["after", "run", ranks])
     spread = marks.spread(places.ngroup(), values, log=False)

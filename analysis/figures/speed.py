@@ -208,7 +208,7 @@ KINDS = {"ddp": ("DDP", "-", "o"), "fsdp2": ("FSDP2", "--", "s")}  # in print, l
 def by_setting(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """A panel for each model, optimizer, device, batch and further settings."""
     keys = ["model", "optimizer", "source", "batch", "settings"]
-    order = frame["model"].map(lambda name: naming.rank(name, naming.MODELS))
+    order = frame["model"].map(naming.order("model.name"))
     parts = frame.assign(order=order).sort_values("order", kind="stable")
     titled = []
     for (model, optimizer, _, batch, settings), part in parts.groupby(keys, sort=False):
@@ -221,7 +221,7 @@ def by_setting(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 def plot_scaling(frame: pd.DataFrame, ax: Axes) -> None:
     """A line for each precision with DDP or FSDP2, from one GPU on; points are earlier runs."""
-    order = frame["precision"].map(lambda name: naming.rank(name, naming.PRECISIONS))
+    order = frame["precision"].map(naming.order("precision.label"))
     parts = frame.assign(order=order).sort_values(["order", "kind", "processes"])
     for (precision, kind), part in parts.groupby(["precision", "kind"], sort=False):
         name, dashes, marker = KINDS[kind]
