@@ -178,6 +178,13 @@ def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
     return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
 
 
+def of_bf16(values: pd.Series, recipes: pd.Series, *keys: pd.Series) -> pd.Series:
+    """For each value that of the (first) row in bf16 with the same keys, or NaN."""
+    index = pd.MultiIndex.from_arrays(keys)
+    bases = values.set_axis(index)[(recipes == "bf16").to_numpy()]
+    return bases[~bases.index.duplicated()].reindex(index).set_axis(values.index)
+
+
 def repeated(frame: pd.DataFrame, *by: str) -> bool:
     """Whether the runs of a frame have several seeds, at each value of some columns."""
     groups = frame.groupby(list(by), dropna=False)["seed"] if by else frame["seed"]

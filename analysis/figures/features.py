@@ -55,21 +55,17 @@ def beside_bf16(heads: pd.DataFrame) -> pd.DataFrame:
 
     Runs that agree in every setting and the seed, such as those of two studies, count once.
     """
-    pairs = _paired(heads.dropna(subset="scale"))
-    own_first = heads.sort_values(
-        "experiment", key=lambda names: names != SIZE_STUDIES[0], kind="stable"
-    )
-    once = comparison.distinct(own_first[own_first["run"].isin(pairs.index)])
+    heads = heads.dropna(subset="scale")
+    is_own, settings = heads["experiment"] == SIZE_STUDIES[0], _settings(heads)
+    is_paired = settings.isin(settings[is_own & (heads["precision.label"] == BF16)])
+    once = comparison.distinct(pd.concat([heads[is_paired & is_own], heads[is_paired & ~is_own]]))
     return heads[heads["run"].isin(once["run"])]
 
 
-def _paired(heads: pd.DataFrame) -> pd.Series:
-    """By run: the first study's bf16 run with these settings and seed, the rate in six digits."""
+def _settings(heads: pd.DataFrame) -> pd.Series:
+    """For each run a text, equal if runs differ only in recipe and last digits of the rate."""
     rates = heads["optimizer.lr"].map("{:.6g}".format)
-    settings = comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
-    own = (heads["experiment"] == SIZE_STUDIES[0]) & (heads["precision.label"] == BF16)
-    bases = dict(zip(settings[own], heads.loc[own, "run"], strict=True))
-    return settings.map(bases).set_axis(heads["run"]).dropna()
+    return comparison.signature(heads.assign(**{"optimizer.lr": rates}), "precision.label")
 
 
 def sizes(runs: Runs) -> pd.DataFrame:
@@ -89,9 +85,10 @@ def sizes(runs: Runs) -> pd.DataFrame:
         heads[column] = names.where(heads["experiment"] != "rounding", ROUNDING)
     columns = (*measures.OF_A_RUN, "recipe", "gradient", "at", "step", "feature_mean", "ratio")
     frame = measures.by_run(runs, heads, columns, _sizes)
-    of_runs = frame.set_index(["run", "at", "step"])["feature_mean"]
-    bases = zip(frame["run"].map(_paired(runs.runs)), frame["at"], frame["step"], strict=True)
-    frame["ratio"] = frame["feature_mean"] / [of_runs.get(base, np.nan) for base in bases]
+    settings = frame["run"].map(_settings(runs.runs).set_axis(runs.runs["run"]))
+    keys = (settings, frame["at"], frame["step"])
+    bases = measures.of_bf16(frame["feature_mean"], frame["recipe"], *keys)
+    frame["ratio"] = frame["feature_mean"] / bases
     return frame[frame["ratio"].notna()].reset_index(drop=True)
 
 

@@ -30,7 +30,8 @@ def relative_to_bf16(runs: Runs) -> pd.DataFrame:
     frame = measures.by_run(runs, heads, (*columns, "validation_loss", "size"), last_size)
     settings = _settings(runs, frame)
     frame["loss_change"] = loss_change(frame, settings)
-    frame["feature_ratio"] = frame["size"] / _of_bf16(frame["size"], frame, settings)
+    bases = measures.of_bf16(frame["size"], frame["recipe"], settings, frame["seed"])
+    frame["feature_ratio"] = frame["size"] / bases
     return frame.loc[frame["feature_ratio"].notna(), list(columns)].reset_index(drop=True)
 
 
@@ -41,20 +42,14 @@ def loss_change(frame: pd.DataFrame, settings: pd.Series) -> pd.Series:
     """
     losses, is_base = np.log(frame["validation_loss"]), frame["recipe"] == "bf16"
     means = losses.where(is_base).groupby(settings).transform("mean")
-    return 100 * np.expm1(losses - _of_bf16(losses, frame, settings).where(~is_base, means))
+    bases = measures.of_bf16(losses, frame["recipe"], settings, frame["seed"])
+    return 100 * np.expm1(losses - bases.where(~is_base, means))
 
 
 def _settings(runs: Runs, frame: pd.DataFrame) -> pd.Series:
     """For each row a text, equal for runs that differ in recipe and seed alone."""
     settings = comparison.signature(runs.runs, "precision.label", seed=False)
     return frame["run"].map(dict(zip(runs.runs["run"], settings, strict=True)))
-
-
-def _of_bf16(values: pd.Series, frame: pd.DataFrame, settings: pd.Series) -> pd.Series:
-    """For each row the value of the bf16 run of the same seed and settings, or NaN."""
-    keys = pd.MultiIndex.from_arrays([settings, frame["seed"]])
-    bases = values.set_axis(keys)[(frame["recipe"] == "bf16").to_numpy()]
-    return bases[~bases.index.duplicated()].reindex(keys).set_axis(frame.index)
 
 
 def at_step(frame: pd.DataFrame) -> str:
@@ -134,7 +129,8 @@ def loss_and_recall(runs: Runs) -> pd.DataFrame:
     if beside_bf16(frame[frame["counts"]]).empty:
         raise NoRunsError("no run of a recipe besides bf16 has ended yet")
     frame["loss_change"] = loss_change(frame, settings)
-    frame["recall_change"] = frame["recall"] - _of_bf16(frame["recall"], frame, settings)
+    bases = measures.of_bf16(frame["recall"], frame["recipe"], settings, frame["seed"])
+    frame["recall_change"] = frame["recall"] - bases
     return frame.drop(columns="recall")
 
 
