@@ -150,8 +150,8 @@ def plot_tensors(frame: pd.DataFrame, ax: Axes) -> None:
     ax.plot(table["expected"], rows, "|", color="black", ms=9, mew=1.5, label="by chance")
     ax.set_yticks(rows, [naming.tensor(name) for name in table.index])
     ax.grid(visible=False, axis="y")
-    num = int(table["num_loss_spikes"].max()) if len(table) else 0
-    ax.set_xlabel(f"loss spikes that follow an RMS spike of the tensor (of {num})")
+    num = table["num_loss_spikes"].max()
+    ax.set_xlabel(f"loss spikes that follow an RMS spike of the tensor (of {num:.0f})")
     ax.legend(loc="lower right")
 
 

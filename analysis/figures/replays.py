@@ -53,7 +53,7 @@ def read_replays(
     Damaged files are left out with a warning.
     """
     folder, parts = as_path(head["path"]) / "replays", [pd.DataFrame()]
-    for path in sorted(folder.glob("*_table.csv" if is_table else "step_*.csv"), key=str):
+    for path in sorted(folder.glob("step_*.csv"), key=str):
         try:
             if path.name.endswith("_table.csv") == is_table:
                 parts.append(parse(pd.read_csv(io.BytesIO(read_file(path)))))

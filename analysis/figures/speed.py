@@ -128,8 +128,6 @@ def plot_bars(frame: pd.DataFrame, ax: Axes) -> None:
 
 def most_saved(frame: pd.DataFrame) -> str:
     """The title of `end_to_end_speed`: the largest gain of a recipe over 16 bits."""
-    if frame["value"].isna().all():
-        return ""
     best = frame.loc[frame["value"].idxmax()]
     model, name = naming.model(best["model"]), naming.precision(best["series"])
     return f"{name} saves up to {best['value']:.0f}% of the time, in {model}"

@@ -77,9 +77,9 @@ def test_tables_survive_compaction_and_a_replay_in_two_tables_counts_once(runs, 
     [run] = runs.glob("*/*-s0-*")
     twice = run / "replays" / "step_20_more_table.csv"
     twice.write_bytes((run / "replays" / "step_20_table.csv").read_bytes())
-    (run / "replays" / "damaged_table.csv").write_text("change,lead\ncontrol,x\n")
+    (run / "replays" / "step_30_table.csv").write_text("change,lead\ncontrol,x\n")
     for out in (tmp_path / "copy", tmp_path / "archive" / "runs.zip"):
         compact.main(compact.CompactConfig(run=str(runs), out=str(out)))
-        with pytest.warns(UserWarning, match="damaged_table.csv: left out"):
+        with pytest.warns(UserWarning, match="step_30_table.csv: left out"):
             copied = point_of_no_return.query(load_runs(out))
         assert len(copied) == 2 * (2 + 2) + 2 * (3 + 1)
