@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ SLOPE = 0.05  # of the exponent of the inner dimension
 NO_GAIN = 2.0  # % of time saved: less is no speed-up
 SHARE = 0.8  # of loss spikes that follow: less is not the paper's 28 of 30
 SURE = 0.5  # what the interval of that share must lie above; that of 28 of 30 begins at 79%
+
+_with_products = partial(measures.with_recipe, name="precision.label", label="precision.label")
 
 
 class Finding(NamedTuple):
@@ -104,9 +107,16 @@ class Evidence:
         return self.known[key]
 
     def outcomes(self, studies: Sequence[str]) -> pd.DataFrame:
-        """`measures.outcomes`; the `precision.label` of a custom recipe names its products."""
+        """`measures.with_scores`, and `log_loss`, the logarithm of the validation loss.
+
+        The scores of a diverged run are 0, and its `log_loss` is infinite. The `precision.label` of
+        a custom recipe names its products.
+        """
         runs = self.runs(studies)
-        return _with_products(measures.outcomes(runs, runs.runs))
+        table = measures.with_scores(runs, _with_products(runs.runs))
+        diverged = table["state"] == "diverged"
+        table.loc[diverged, ["accuracy", "recall"]] = 0.0
+        return table.assign(log_loss=np.log(table["validation_loss"]).mask(diverged, math.inf))
 
     def need_all(self, study: str, varied: str, values: Collection) -> None:
         """Raises NoRunsError unless each run that a study's file names has ended.
@@ -202,13 +212,6 @@ class Evidence:
         needed = seeds_needed(values, MARGIN - abs(sample.mean), (1 - TWO_ONE_SIDED) / 2)
         why = f"the interval extends beyond its margin; {needed}"
         return self.decide(ours, holds, sample.num, why)
-
-
-def _with_products(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs whose `precision.label`, for a custom recipe, names its products."""
-    narrow = comparison.narrow_products(runs)
-    labels = narrow.where(narrow != "", runs["precision.label"])
-    return runs.assign(**{"precision.label": labels})
 
 
 def count_spikes(run: Runs, head: dict) -> dict[str, float]:

@@ -161,21 +161,12 @@ def with_scores(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
     return heads.assign(**{name: heads["run"].map(scores[name]) for name in scores})
 
 
-def outcomes(runs: Runs, heads: pd.DataFrame) -> pd.DataFrame:
-    """`with_scores`, and `log_loss`, the logarithm of the validation loss.
-
-    The scores of a diverged run are 0, and its `log_loss` is infinite.
-    """
-    table = with_scores(runs, heads)
-    diverged = table["state"] == "diverged"
-    table.loc[diverged, ["accuracy", "recall"]] = 0.0
-    return table.assign(log_loss=np.log(table["validation_loss"]).mask(diverged, math.inf))
-
-
-def with_recipe(heads: pd.DataFrame) -> pd.DataFrame:
-    """Adds `recipe`: the precision, or `grad_weight int8` for one narrow product."""
+def with_recipe(
+    heads: pd.DataFrame, name: str = "recipe", label: str = "precision"
+) -> pd.DataFrame:
+    """Adds a column with the label of each run or, for a custom recipe, `narrow_products`."""
     narrow = comparison.narrow_products(heads)
-    return heads.assign(recipe=narrow.where(narrow != "", heads["precision"]))
+    return heads.assign(**{name: narrow.where(narrow != "", heads[label])})
 
 
 def of_bf16(values: pd.Series, recipes: pd.Series, *keys: pd.Series) -> pd.Series:
