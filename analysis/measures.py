@@ -182,24 +182,18 @@ def repeated(frame: pd.DataFrame, *by: str) -> bool:
     return bool(np.min(groups.nunique()) > 1)
 
 
-def can_compare(frame: pd.DataFrame, *by: str) -> bool:
-    """Whether the runs of a frame can show how the values of some columns compare.
-
-    There are several values, each with runs of several seeds, all of which have ended, and the runs
-    agree in all other settings of COMPARED.
-    """
-    are_several = len(frame[list(by)].drop_duplicates()) > 1
-    has_ended = frame["state"].isin(ENDED).all()
-    return bool(are_several and has_ended and repeated(frame, *by) and alike(frame, *by))
-
-
 def comparing(*columns: str, value: str = "") -> Callable[[pd.DataFrame], bool]:
     """A function: whether the runs of a frame can show how the values of some columns compare.
 
-    With `value`, their means must also differ by more than seeds do (`differ`).
+    There are several values, each with runs of several seeds, all of which have ended, and the runs
+    agree in all other settings of COMPARED. With `value`, its means must also `differ`.
     """
-    return lambda frame: (
-        can_compare(frame, *columns) and (not value or differ(frame, *columns, value=value))
+    return lambda frame: bool(
+        len(frame[list(columns)].drop_duplicates()) > 1
+        and frame["state"].isin(ENDED).all()
+        and repeated(frame, *columns)
+        and alike(frame, *columns)
+        and (not value or differ(frame, *columns, value=value))
     )
 
 

@@ -214,7 +214,7 @@ def shows_rates_and_recipes(frame: pd.DataFrame) -> bool:
     own, in_16_bits = part[part["counts"]], in_bf16(part)
     worst = in_16_bits.groupby("lr")["validation_loss"].mean().idxmax()
     rates = in_16_bits[in_16_bits["lr"].isin([own["lr"].max(), worst])]
-    return measures.can_compare(own, "precision") and measures.can_compare(rates, "lr")
+    return measures.comparing("precision")(own) and measures.comparing("lr")(rates)
 
 
 LOSS_CHANGE = Axis(column="loss_change", label="validation loss relative to bf16 (%)",

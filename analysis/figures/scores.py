@@ -176,7 +176,7 @@ def at_highest_rate(frame: pd.DataFrame) -> str:
     """The title of `interventions`: mean R@1 of each change at the largest rate that all have."""
     means = frame.groupby(["lr", "intervention"])["recall"].mean().unstack().dropna()
     at = frame["lr"] == means.index.max()
-    if not measures.can_compare(frame[at], "intervention"):
+    if not measures.comparing("intervention")(frame[at]):
         return ""
     best = means.iloc[-1].sort_values(ascending=False)
     parts = [f"{value:.0f}% with {naming.INTERVENTIONS[name][0]}" for name, value in best.items()]

@@ -78,8 +78,8 @@ def test_a_title_needs_seeds_that_agree_in_all_else_and_scatter_less_than_settin
     assert formats.heading(frame) == "LLM.int8() has the lowest mean R@1"
     neutral = "Mean R@1 and validation loss"
     assert formats.heading(frame[frame["seed"] == 0]) == neutral
-    assert measures.can_compare(frame, "precision")
-    assert not measures.can_compare(frame[frame["seed"] == 0], "precision")
+    assert measures.comparing("precision")(frame)
+    assert not measures.comparing("precision")(frame[frame["seed"] == 0])
     assert formats.heading(frame[frame["precision"] == "bf16"]) == neutral
     scattered = frame.assign(recall=frame["recall"] + 20 * frame["seed"])
     assert formats.heading(scattered) == neutral
