@@ -15,11 +15,11 @@ from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.data.open import Data
 from lowprec.optim.adamw_update import debiased
-from lowprec.optim.schedules import learning_rate
 from lowprec.runs.identity import directory
 from lowprec.runs.read import encode_row, scan_rows
 from lowprec.train.build import Built, build
 from lowprec.train.distributed import Ranks
+from lowprec.train.loop import scheduled_rate
 from lowprec.train.source_digests import sources_of
 from lowprec.train.task import ContrastiveTask
 
@@ -128,20 +128,14 @@ def curvature(
 
     arXiv:2506.04805 expects a loss spike where the curvature stays above 2 / lr: here, above 1.
     """
-    rule, schedule = built.config.optimizer, built.config.schedule
+    rule = built.config.optimizer
     moments, beta2 = built.state.optimizer.tensors()["exp_avg_sq"], debiased(rule.beta2, step)
     along, squares = 0.0, 0.0
     for name, g in gradient.items():
         u = beta2 * moments[name].to(g.device) + (1 - beta2) * g.square()
         along += (g * product[name] / (u.sqrt() + rule.eps)).sum(dtype=torch.float64)
         squares += g.square().sum(dtype=torch.float64)
-    lr = learning_rate(
-        step,
-        peak=rule.lr,
-        num_steps=built.config.num_steps,
-        warmup_steps=schedule.warmup_steps,
-        shape=schedule.name,
-    )
+    lr = scheduled_rate(built.config, step)
     momentum = (1 - rule.beta1) / (1 + rule.beta1) / (1 - rule.beta1**step)
     return lr / 2 * momentum * along / squares
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from lowprec.config.schema import Config
 from lowprec.data.loader import Batch
 from lowprec.optim.paging import forget_peak
 from lowprec.optim.schedules import learning_rate, set_learning_rate
@@ -41,6 +42,17 @@ class Progress:
         """The attempt has ended, possibly with an error."""
 
 
+def scheduled_rate(config: Config, step: int) -> float:
+    """The learning rate of a step."""
+    return learning_rate(
+        step,
+        peak=config.optimizer.lr,
+        num_steps=config.num_steps,
+        warmup_steps=config.schedule.warmup_steps,
+        shape=config.schedule.name,
+    )
+
+
 class Stepper:
     """Takes the steps of a run: `stepper(step, batch)` sets the learning rate and updates.
 
@@ -67,13 +79,7 @@ class Stepper:
         if self._update is None:
             captures = can_capture(self.config, self._built.device)
             self._update = GraphedStep(self._train_step, batch) if captures else self._train_step
-        lr = learning_rate(
-            step,
-            peak=self.config.optimizer.lr,
-            num_steps=self.config.num_steps,
-            warmup_steps=self.config.schedule.warmup_steps,
-            shape=self.config.schedule.name,
-        )
+        lr = scheduled_rate(self.config, step)
         set_learning_rate(self.optimizer, lr)
         return {"lr": lr, **self._update(batch)}
 
