@@ -21,7 +21,7 @@ from lowprec.config.check import RunError
 from lowprec.data.jobs import num_cores, run_jobs
 from lowprec.data.shards import SAMPLE, Shards, load_sealed, sealed
 from lowprec.data.sources import expand, listing
-from lowprec.data.tar import IMAGES, StrictHeader, parse_label, read_members
+from lowprec.data.tar import IMAGES, LostPairsError, StrictHeader, parse_label, read_members
 from lowprec.runs import durable
 
 STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
@@ -178,18 +178,19 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     digest = hashlib.sha256()
     rows: list[tuple] = []
     parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place and bytes
-    last, keys, others = None, set(), []
+    last = None
     try:
         with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
-            for member, key, kind, data in read_members(tar, others=others):
+            for member, key, kind, data in read_members(tar):
                 if parts and (key != last or kind in parts):
                     rows.append(_row(parts))
                     parts = {}
                 last = key
-                keys.add(key)
                 name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = member.offset_data, member.size, data
+    except LostPairsError as error:
+        raise ValueError(f"{path}: {error}") from error
     except (tarfile.TarError, ValueError) as error:
         raise ValueError(f"{path} {_fault(path, error)}") from error
     except OSError as error:
@@ -203,26 +204,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
             f"{path} holds no whole sample: adjacent members {members}, where KEY has no dot; its "
             f"first members: {_first_members(path)}"
         )
-    if lost := _lost_pairs(others, keys):
-        raise ValueError(
-            f"{path}: {len(lost)} pairs such as {ascii(lost[0])} would be lost, because a key ends "
-            "at the first dot of a name: replace the other dots"
-        )
     return table, digest.hexdigest()
-
-
-def _lost_pairs(names: list[str], keys: set[str]) -> list[str]:
-    """Names without extension of an image and a caption that are not fields of another sample."""
-    split = [name.rpartition(".") for name in names]
-    captioned = {stem for stem, _, kind in split if kind.lower() == "txt"}
-    pairs = {stem for stem, _, kind in split if kind.lower() in IMAGES} & captioned
-    return sorted(pair for pair in pairs if _key_of(pair) not in keys)
-
-
-def _key_of(name: str) -> str:
-    """The key as `read_members` forms it."""
-    folder, _, last = name.rpartition("/")
-    return f"{folder}/{last.partition('.')[0]}"
 
 
 def _fault(path: str, error: Exception) -> str:

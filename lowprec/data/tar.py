@@ -18,6 +18,10 @@ class DamagedError(ValueError):
         self.key = key
 
 
+class LostPairsError(ValueError):
+    """Pairs have more dots in their names than one, so that no reader would find them."""
+
+
 class StrictHeader(tarfile.TarInfo):
     """Raises DamagedError for a header with which tarfile would end early, loop or fail."""
 
@@ -43,17 +47,15 @@ class StrictHeader(tarfile.TarInfo):
 
 
 def read_members(
-    tar: tarfile.TarFile,
-    limits: dict[str, int] | None = None,
-    others: list[str] | None = None,
+    tar: tarfile.TarFile, limits: dict[str, int] | None = None
 ) -> Iterator[tuple[tarfile.TarInfo, str, str, bytes]]:
     """Header, key, kind and bytes of each image, caption and label in a tar, to its end.
 
     The key is the name up to the first dot of its last component. `limits`: by kind, the bytes
-    after which the rest of a member is left out. `others` takes the names of files with more dots,
-    which are not read. `tar` is opened with `tarinfo=StrictHeader`. Raises DamagedError after all
-    members before the damage.
+    after which the rest of a member is left out. `tar` is opened with `tarinfo=StrictHeader`.
+    Raises DamagedError after all members before the damage, LostPairsError after the last member.
     """
+    keys, others = set(), []
     while (member := tar.next()) is not None:
         tar.members = []  # else it keeps the headers of the whole shard
         if not 0 <= member.size <= LARGEST or tar.offset <= member.offset:  # as a later header says
@@ -66,12 +68,32 @@ def read_members(
             except tarfile.ReadError as error:
                 place = f"in the member at byte {member.offset}"
                 raise DamagedError(f"{error} {place}", member.name) from None
+            keys.add(f"{folder}/{stem}")
             yield member, f"{folder}/{stem}", kind.lower(), data
-        elif others is not None and member.isfile() and stem and "." in kind:
+        elif member.isfile() and stem and "." in kind:
             others.append(member.name)
     rest = iter(lambda: tar.fileobj.read(1 << 16), b"")
     if any(chunk.strip(b"\0") for chunk in rest):
         raise DamagedError(f"early end at byte {tar.offset}")
+    if lost := _lost_pairs(others, keys):
+        raise LostPairsError(
+            f"pairs such as {ascii(lost[0])} ({len(lost)} in all) would be lost, because a key "
+            "ends at the first dot of a name: replace the other dots"
+        )
+
+
+def _lost_pairs(names: list[str], keys: set[str]) -> list[str]:
+    """Names without extension of an image and a caption that are not fields of another sample."""
+    split = [name.rpartition(".") for name in names]
+    captioned = {stem for stem, _, kind in split if kind.lower() == "txt"}
+    pairs = {stem for stem, _, kind in split if kind.lower() in IMAGES} & captioned
+    return sorted(pair for pair in pairs if _key_of(pair) not in keys)
+
+
+def _key_of(name: str) -> str:
+    """The key as `read_members` forms it."""
+    folder, _, last = name.rpartition("/")
+    return f"{folder}/{last.partition('.')[0]}"
 
 
 def parse_label(data: bytes) -> int:

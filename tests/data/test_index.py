@@ -208,11 +208,11 @@ def test_file_that_is_no_tar_and_tar_without_pairs_are_told_apart(tmp_path):
         index_tar(str(path))
     link = tarfile.TarInfo("b.jpg")
     link.type, link.linkname = tarfile.SYMTYPE, "/b.jpg"
-    named = [("v1.a.jpg", b"x"), ("v1.a.txt", b"x"), (link, b""), ("c.json", b"x"), ("d.txt", b"")]
+    named = [("v1.a.jpg", b"x"), (link, b""), ("c.json", b"x"), ("d.txt", b"")]
     write_tar(path, named)
     with pytest.raises(ValueError) as error:
         index_tar(str(path))
-    first = "KEY has no dot; its first members: v1.a.jpg, v1.a.txt, b.jpg (a link), c.json"
+    first = "KEY has no dot; its first members: v1.a.jpg, b.jpg (a link), c.json, d.txt"
     assert str(error.value).endswith(first)
 
 
@@ -222,7 +222,7 @@ def test_pairs_whose_names_have_more_dots_are_refused_but_not_other_fields(tmp_p
     assert len(index_tar(path)[0]) == 2
     lost = [(f"a/v1.{n}.{kind}", b"x") for n in range(3) for kind in ("JPG", "txt")]
     write_tar(tmp_path / "a.tar", [*members(0, 2), *lost])
-    with pytest.raises(ValueError, match=r"a\.tar: 3 pairs such as 'a/v1\.0' would be lost"):
+    with pytest.raises(ValueError, match=r"a\.tar: pairs such as 'a/v1\.0' \(3 in all\) would"):
         index_tar(path)
 
 
