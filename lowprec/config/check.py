@@ -60,13 +60,23 @@ def check(raw: dict, schema: type = Config, *, is_record: bool = False) -> Any:
     refuse them.
     """
     faults: list[str] = []
-    legal = [*keys(schema), *(REMOVED if is_record else ())]
+    for key in REMOVED if is_record else ():
+        raw = _without(raw, *key.split("."))
+    legal = list(keys(schema))
     config = _build(schema, raw, "", legal, faults)
     if not faults and issubclass(schema, Config) and not retired_faults(config):
         faults.extend(combination_faults(config))
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def _without(raw: Any, name: str, *rest: str) -> Any:
+    """Nested plain data without a key, whose names are given from the outside in."""
+    if not isinstance(raw, dict) or name not in raw:
+        return raw
+    others = {key: value for key, value in raw.items() if key != name}
+    return {**others, name: _without(raw[name], *rest)} if rest else others
 
 
 def retired_faults(config: Config) -> list[str]:
@@ -150,8 +160,8 @@ def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[s
         return None
     names = {f.name: f for f in fields(schema)}
     paths = {prefix + str(name): value for name, value in raw.items() if name not in names}
-    known = {*legal, *(path for path, value in REMOVED.items() if paths.get(path) == value)}
-    faults.extend(unknown_key(path, legal) for path in paths if path not in known)
+    unknown = [path for path, v in paths.items() if path not in REMOVED or v != REMOVED[path]]
+    faults.extend(unknown_key(path, legal) for path in unknown)
     values = {}
     for name, f in names.items():
         path = prefix + name
