@@ -160,10 +160,8 @@ def weak_scaling(lines: pd.DataFrame) -> pd.DataFrame:
     table = timed.dropna(subset="kind").merge(one, how="left", on=RUN)
     names, is_step = table["case"] + " of " + table["shape"], table["shape"].str.match(SCALED)
     has_one = table["base_ms"].notna()
-    left_out = [
-        *(names[~has_one] + " (no line of one process of the same run and host)"),
-        *(names[~is_step] + " (its shape is not that of a training step)"),
-    ]
+    left_out = dict.fromkeys(names[~has_one], "no line of one process of the same run and host")
+    left_out |= dict.fromkeys(names[~is_step], "its shape is not that of a training step")
     table = table[has_one & is_step]
     if table.empty:
         raise NoRunsError("no line of ddp or fsdp2 has one of one process next to it, of its shape")

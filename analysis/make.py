@@ -15,6 +15,7 @@ import logging
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -198,18 +199,19 @@ def _of_runs(
     if experiment is None and figure.same_but:
         studies, at = (everything.summaries[key] for key in ("experiment", "scale"))
         runs = everything.where(studies.isin(figure.studies) & (at.isin(scales) | at.isna()))
-    frame = figure.query(runs)
+    to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
+    try:
+        frame = figure.query(runs)
+    except NoRunsError as error:
+        raise NoRunsError(f"{error}; {to_make}") from None
     table = runs.runs
     is_drawn = table["run"].isin(frame["run"])
     drawn = table[is_drawn]
     selected = figure.select(table)
     lacking = f"it lacks what is drawn: {figure.words(frame).rstrip(',')}"
     reasons = _why_left_out(table[~is_drawn], drawn, set(selected["run"]), lacking)
-    left_out = [
-        f"{path} ({why})" for path, why in zip(table["path"][~is_drawn], reasons, strict=True)
-    ]
+    left_out = dict(zip(table["path"][~is_drawn], reasons, strict=True))
     if drawn.empty:
-        to_make = f"to make runs: {command(figure.studies[0] if name == 'any' else name, scale)}"
         raise NoRunsError(f"{root}: nothing to draw yet: {_by_reason(left_out)}; {to_make}")
     lost = (~selected["run"].isin(drawn["run"])).sum()
     mark = mark_of_runs(drawn, lost, has_spikes=not SPIKES.isdisjoint(frame))
@@ -230,7 +232,8 @@ def mark_of_runs(drawn: pd.DataFrame, num_lost: int = 0, has_spikes: bool = Fals
     data = drawn["data.digest"].where(drawn["data.digest"] != "", drawn["data.train"].astype(str))
     num_data = data.nunique()
     if drawn["data.train"].nunique() == 1:  # an evaluation reads more, which changes the digest
-        num_data = data.groupby(drawn["evaluation.name"], dropna=False).nunique().max()
+        reads = drawn["evaluation.name"].replace("both", "zero_shot")
+        num_data = data.groupby(reads, dropna=False).nunique().max()
     short = [
         why_unexamined(head["step"], protocol_of_run(head)) != ""
         for head in drawn.to_dict("records")
@@ -250,7 +253,7 @@ def _of_lines(figure, root: Path | str) -> tuple[pd.DataFrame, dict, str]:
     frame = figure.query(load_lines(root, figure.lines))
     paths = sorted(set(frame["file"].dropna()) - {""})
     files = [{"path": path, "sha256": _sha256(as_path(path))} for path in paths]
-    return frame, {"mark": "", "files": files, "left_out": frame.attrs.get("left_out", [])}, "paper"
+    return frame, {"mark": "", "files": files, "left_out": frame.attrs.get("left_out", {})}, "paper"
 
 
 def _why_left_out(
@@ -270,7 +273,7 @@ def _why_left_out(
         if head["note"] not in ("", NO_TENSORS):
             reasons.append(head["note"])
         elif head["run"] in selected:
-            reasons.append(lacking)
+            reasons.append(head["note"] if drawn.empty and head["note"] else lacking)
         elif len(drawn) and other:
             reasons.append(f"no run with {other} is drawn")
         else:
@@ -278,15 +281,24 @@ def _why_left_out(
     return reasons
 
 
-def _by_reason(left_out: list[str]) -> str:
-    """`PATH (REASON) and 2 more`, for each reason why something is left out."""
-    paths = pd.Series(left_out).groupby([text.partition(" (")[2] for text in left_out], sort=False)
-    return "; ".join(f"{p.iloc[0]}" + f" and {len(p) - 1} more" * (len(p) > 1) for _, p in paths)
+def _by_reason(left_out: dict[str, str]) -> str:
+    """`PATH (REASON) and 2 more`, for the first reasons why something is left out."""
+    first, num = {}, Counter(left_out.values())
+    for name, reason in left_out.items():
+        first.setdefault(reason, f"{name} ({reason})" + _more(num[reason] - 1))
+    shown = list(first)[:3]
+    return "; ".join(first[reason] for reason in shown) + (
+        _more(len(left_out) - sum(num[reason] for reason in shown), "; and {} for other reasons")
+    )
 
 
 def _some(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+    return ", ".join(names[:3]) + _more(len(names) - 3)
+
+
+def _more(count: int, words: str = " and {} more") -> str:
+    return words.format(count) if count > 0 else ""
 
 
 def _slugs_and_scales(

@@ -91,9 +91,10 @@ def find_addresses(root: Path | str) -> list[str]:
             addresses += [f"{path}/{run.path}" for run in inside]
         except (*read.BAD_ARCHIVE, OSError, ValueError) as error:
             warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+    known = set(addresses)
     for path in sorted(start.glob("**/metrics.jsonl")) if is_folder else []:
         is_copy = read.is_copy(path.parts[len(start.parts) :])
-        if not is_copy and str(path.parent) not in addresses:
+        if not is_copy and str(path.parent) not in known:
             lacking = "it has no config.yaml or no status.json"
             warnings.warn(f"{path.parent}: left out: {lacking}", stacklevel=2)
     return addresses

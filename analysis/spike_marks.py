@@ -198,7 +198,8 @@ def by_run(
     named = measures.named_heads(runs, ("optimizer.beta2",))
     frame = measures.by_run(runs, named, (*columns, *THRESHOLDS), of_run)
     if frame.empty and lacking:
-        raise NoRunsError(f"no run has what is drawn: {', or '.join(lacking)}")
+        what = f"no run has what is drawn: {', or '.join(lacking)}{runs.notes}"
+        raise NoRunsError(f"{runs.root}: {what}")
     return frame
 
 

@@ -26,6 +26,7 @@ from lowprec.runs import durable
 
 STAMP = ("bytes", "mtime_ns")  # by which an unchanged shard is recognized
 ENTRY = np.dtype([*((name, "<i8") for name in (*STAMP, "samples")), ("digest", "S64")])
+COUNTED = np.dtype([*ENTRY.descr, ("captions", "<i8")])  # samples with one
 WORTH = 2**24  # bytes of shards that justify one more process
 PACKED = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"(\xb5/\xfd": "unzstd"}
 
@@ -52,7 +53,9 @@ def open_shards(
     try:
         recorded = load_sealed(file)[0]
         promised = {} if accept else _digests(recorded)
-        if promised and all(np.array_equal(recorded[n], catalog[n]) for n in ("path", *STAMP)):
+        is_current = recorded.dtype.names == catalog.dtype.names  # others lack numbers of captions
+        is_current &= all(np.array_equal(recorded[n], catalog[n]) for n in ("path", *STAMP))
+        if promised and is_current:
             return Shards(sources, files, recorded)
     except (OSError, ValueError) as error:
         if os.path.exists(file) and not accept:
@@ -70,7 +73,7 @@ def open_shards(
 def _catalog_of(sources: list[str]) -> np.ndarray:
     """A catalog with the paths and stamps of shards; the rest is zero."""
     paths = np.array([os.path.abspath(source).encode() for source in sources])
-    catalog = np.zeros(len(sources), dtype=[("path", paths.dtype), *ENTRY.descr])
+    catalog = np.zeros(len(sources), dtype=[("path", paths.dtype), *COUNTED.descr])
     catalog["path"] = paths
     for row, source in enumerate(sources):
         catalog["bytes"][row], catalog["mtime_ns"][row] = _stamp(source)
@@ -117,7 +120,7 @@ def _index_all(sources: list[str], files: list[Path], catalog: np.ndarray, name:
         entries[row] = entry
     if faults := [entry for entry in entries if isinstance(entry, str)]:
         raise ValueError(listing(faults, "; "))
-    catalog[list(ENTRY.names)] = np.array(entries, ENTRY)
+    catalog[list(COUNTED.names)] = np.array(entries, COUNTED)
 
 
 def _refuse_changes(
@@ -142,16 +145,16 @@ def _stamp(source: str) -> tuple[int, int]:
 
 
 def _read_entry(source: str, file: Path) -> tuple | None:
-    """The `ENTRY` of a shard; None if its index is missing, damaged or out of date."""
+    """What COUNTED has of a shard; None if its index is missing, damaged or out of date."""
     with contextlib.suppress(OSError, ValueError):
         entry, table = load_sealed(file)
         if table.dtype == SAMPLE and entry.item()[:2] == _stamp(source):
-            return entry.item()
+            return (*entry.item(), _num_captions(table))
     return None
 
 
 def _index_shard(job: tuple[str, Path]) -> tuple | str:
-    """The `ENTRY` of a shard, whose index is rebuilt if out of date, or the shard's fault."""
+    """What COUNTED has of a shard, whose index is rebuilt if out of date, or the shard's fault."""
     source, file = job
     if entry := _read_entry(source, file):  # perhaps made by another process meanwhile
         return entry
@@ -162,7 +165,11 @@ def _index_shard(job: tuple[str, Path]) -> tuple | str:
         durable.replace(file, sealed(np.array(entry, ENTRY), table))
     except (ValueError, durable.DiskError) as error:
         return str(error)
-    return entry
+    return (*entry, _num_captions(table))
+
+
+def _num_captions(table: np.ndarray) -> int:
+    return int((table["text_bytes"] >= 0).sum())
 
 
 def index_tar(path: str) -> tuple[np.ndarray, str]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lowprec.config.check import ConfigError
 from lowprec.config.schema import Config
 from lowprec.data.index import open_shards
@@ -17,8 +19,9 @@ from lowprec.data.sources import (
     ShardUrls,
     check_readers,
     expand_urls,
+    listing,
     names_file,
-    read_lines,
+    read_names,
     will_render,
 )
 from lowprec.runs import durable
@@ -94,18 +97,21 @@ def _caption_faults(
     config: Config, train: Shards | ShardUrls | None, val: Shards | None
 ) -> list[str]:
     """Faults of shards that hold only images with class numbers where captions are needed."""
-    faults = []
-    if isinstance(train, Shards) and not train.has_captions:
-        faults.append("data.train has no captions (.txt)")
-    if val is not None and config.evaluation.name != "zero_shot" and not val.has_captions:
-        faults.append("data.val has no captions (.txt): use evaluation=zero_shot")
+    faults, needing = [], {}
+    if isinstance(train, Shards):
+        needing["data.train"] = train, ""
+    if val is not None and config.evaluation.name != "zero_shot":
+        needing["data.val"] = val, "; evaluation=zero_shot needs none"
+    for name, (shards, hint) in needing.items():
+        bare = [shards.paths[n] for n in np.flatnonzero(shards.num_captions == 0)]
+        faults += [f"{name}: no captions (.txt) in {listing(bare, ', ')}{hint}"] if bare else []
     return faults
 
 
 def _label_faults(config: Config, val: Shards) -> list[str]:
     """The fault if data.val has no labels or a label has no name."""
     source, largest = names_file(config, "classnames"), int(val.labels.max())
-    count = 1000 if source == "imagenet" else len(read_lines(source))
+    count = 1000 if source == "imagenet" else len(read_names(source, "classnames"))
     if largest < 0:
         return ["data.val has no labels (.cls): use evaluation=retrieval or evaluation=none"]
     if largest >= count:

@@ -54,7 +54,10 @@ class Shards:
 
     Opening them costs nothing: each table is loaded on first use. `paths`: uncompressed tar files;
     `tables`: the index file of each, its catalog entry and an array of `SAMPLE`; `catalog`: a
-    structured array with the fields "samples" and "digest", of the members' bytes.
+    structured array with the fields "samples", "digest", of the members' bytes, and "captions".
+
+    Attributes:
+        num_captions: samples with a caption in each shard, int64 [shards].
     """
 
     def __init__(self, paths: list[str], tables: list[Path], catalog: np.ndarray):
@@ -62,6 +65,7 @@ class Shards:
         self.starts = np.concatenate([[0], np.cumsum(catalog["samples"])]).astype(np.int64)
         self.digest = hashlib.sha256(b"".join(catalog["digest"].tolist())).hexdigest()
         self._table_files = tables
+        self.num_captions = catalog["captions"]
         self._digests = catalog["digest"]
         self.table = lru_cache(OPEN_LIMIT)(self._load_table)
         self._file = lru_cache(OPEN_LIMIT)(_File)
@@ -94,11 +98,6 @@ class Shards:
         """Shard number and table row of a global sample number."""
         shard = int(np.searchsorted(self.starts, sample, side="right")) - 1
         return shard, self.table(shard)[sample - self.starts[shard]]
-
-    @property
-    def has_captions(self) -> bool:
-        """Whether any sample of the first shard has a caption."""
-        return bool((self.table(0)["text_bytes"] >= 0).any())
 
     @property
     def labels(self) -> np.ndarray:

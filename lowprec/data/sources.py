@@ -18,7 +18,7 @@ from lowprec.config.schema import SHAPES, Config
 from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
-JOINED = re.compile(r"\.\w+::|::([a-z]+://|pipe:)")  # open_clip's; an IPv6 address has no such ::
+JOINED = re.compile(r"::(?![^\[]*\])")  # open_clip's; not in the brackets of an IPv6 address
 OTHERS = (".parquet", ".json", ".jsonl", ".txt", ".npy", ".zip")  # beside shards, or instead
 LISTED = re.compile(r"""(?<=//)[^/]*@|[?#][^\s,'"\]}]*""")  # the same of URLs in a list or braces
 
@@ -99,15 +99,15 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
     schemes = {part: urlsplit(part).scheme for part in parts}
     if not any(schemes.values()):
         return ShardUrls(expand(pattern))
+    for part in parts:
+        if schemes[part] != "pipe":
+            _refuse_joined(part, "data.train")
     refused = ",".join(sorted(set(schemes.values()) - {"", *allowed}))
     if refused:
         raise ValueError(
             f"data.train={without_secrets(pattern)}: {refused} is not allowed; to allow it: "
             f"data.allow_remote=[{refused}]"
         )
-    for part in parts:
-        if schemes[part] != "pipe":
-            _refuse_joined(part, "data.train")
     globbed = [part for part in parts if schemes[part] not in ("", "pipe") and "*" in part]
     if globbed:
         public = without_secrets(globbed[0])
@@ -154,13 +154,15 @@ def names_file(config: Config, kind: str) -> str | None:
     return getattr(config.data, kind) or default
 
 
-def read_lines(file: str) -> list[str]:
-    """Lines of a file of class names or templates, without empty ones at the end.
+def read_names(file: str, kind: str) -> list[str]:
+    """The lines of a file of "classnames", without empty ones at its end, or of "templates".
 
-    CLIP benchmark's `{c}` in templates becomes `{}`.
+    Empty lines between templates are left out, and CLIP benchmark's `{c}` becomes `{}`.
     """
-    text = Path(file).read_text().rstrip().replace("{c}", "{}")
-    return [line.strip() for line in text.splitlines()]
+    lines = [line.strip() for line in Path(file).read_text().rstrip().splitlines()]
+    if kind == "classnames":
+        return lines
+    return [line.replace("{c}", "{}") for line in lines if line]
 
 
 def shard_faults(config: Config, training: bool) -> list[str]:
@@ -202,7 +204,7 @@ def names_faults(config: Config) -> list[str]:
             near = nearest_path(file)
             faults.append(f"data.{kind}={file}: no such file{near}; it can also be imagenet")
         elif file not in (None, "imagenet") and is_needed:
-            lines = read_lines(file)
+            lines = read_names(file, kind)
             bad = [line for line in lines if kind == "templates" and line.count("{}") != 1]
             faults += [] if lines else [f"data.{kind}={file}: the file is empty"]
             if kind == "classnames" and "" in lines:

@@ -83,10 +83,10 @@ def read_members(
 
 
 def _lost_pairs(names: list[str], keys: set[str]) -> list[str]:
-    """Names without extension of an image and a caption that are not fields of another sample."""
+    """Names without extension of an image and a text that are not fields of another sample."""
     split = [name.rpartition(".") for name in names]
-    captioned = {stem for stem, _, kind in split if kind.lower() == "txt"}
-    pairs = {stem for stem, _, kind in split if kind.lower() in IMAGES} & captioned
+    described = {stem for stem, _, kind in split if kind.lower() in ("txt", "cls")}
+    pairs = {stem for stem, _, kind in split if kind.lower() in IMAGES} & described
     return sorted(pair for pair in pairs if _key_of(pair) not in keys)
 
 

@@ -31,7 +31,7 @@ from lowprec.data.loader import (
 from lowprec.data.open import Data, num_workers
 from lowprec.data.order import SampleOrder
 from lowprec.data.shards import Shards
-from lowprec.data.sources import names_file, read_lines
+from lowprec.data.sources import names_file, read_names
 from lowprec.data.stream import Stream
 from lowprec.diagnostics.blocks import BlockProbe
 from lowprec.evaluate import Evaluation
@@ -123,7 +123,7 @@ class Built:
             None,
             batch_size=pairs,
             num_batches=-(-self.data.val.num_samples // pairs),
-            cache=self._cache(self.data.val),
+            cache=self._cache(self.data.val) if self.data.val.num_captions.any() else None,
             captions=config.evaluation.name != "zero_shot",
             **self._options(),
         )
@@ -374,4 +374,4 @@ def _clip_norm(rule: OptimizerConfig, device: torch.device) -> float | ZClip | S
 
 def _read_names(config: Config, kind: str) -> list[str]:
     source = names_file(config, kind)
-    return imagenet(kind) if source == "imagenet" else read_lines(source)
+    return imagenet(kind) if source == "imagenet" else read_names(source, kind)

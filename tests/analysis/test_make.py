@@ -79,7 +79,7 @@ def test_provenance_names_runs_states_versions_and_command(
     assert row["metrics_sha256"] == hashlib.sha256(metrics).hexdigest()
     assert about["versions"]["pandas"] == pd.__version__
     assert "(incomplete: 30 of 60 steps)" in about["caption"]
-    assert about["left_out"] == [f"{empty} (failed: 0 of 60 steps)"]
+    assert about["left_out"] == {str(empty): "failed: 0 of 60 steps"}
     assert str(empty) in err
 
 
@@ -94,9 +94,13 @@ def test_each_run_that_is_left_out_has_a_reason(make_run, run_make, tmp_path):
     about = json.loads((tmp_path / "out" / "rms_and_loss_demo.json").read_text())
     lacking = "it lacks what is drawn: RMS_t of the patch embedding and training loss"
     reasons = {one: other, two: other, seed: "no run with seed=1 is drawn", blind: lacking}
-    assert sorted(about["left_out"]) == sorted(f"{run} ({why})" for run, why in reasons.items())
+    assert about["left_out"] == {str(run): why for run, why in reasons.items()}
     shown = min(one, two)
     assert f"{shown} ({other}) and 1 more" in err and f"{seed} (no run with seed=1 is drawn)" in err
+    for seed in range(2, 9):
+        make_run(seed=seed, beta2=0.95, **keys)
+    _, _, err = run_make(slug="rms_and_loss")
+    assert err.count(";") == 3 and err.endswith("; and 7 for other reasons\n")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +110,14 @@ def test_each_run_that_is_left_out_has_a_reason(make_run, run_make, tmp_path):
         ({"steps": 5, "state": "failed"}, "steps after the first 40, which are ignored"),
     ],
 )
-def test_spike_figures_of_any_runs_say_what_the_runs_lack(make_run, run_make, keys, lacking):
+def test_spike_figures_of_any_runs_say_what_the_runs_lack(
+    make_run, run_make, tmp_path, keys, lacking
+):
     make_run(experiment=None, **keys)
     for slug in ("lead_histogram", "rms_and_loss", "spike_warnings"):
         code, _, err = run_make("--experiment", "any", slug=slug)
-        assert (code, err) == (2, f"error: no run has what is drawn: {lacking}\n")
+        assert code == 2 and err.startswith(f"error: {tmp_path}/runs: no run has what is drawn: ")
+        assert f"{lacking} (" in err and "; to make runs: python -m experiments.train" in err
 
 
 def test_unknown_slug_names_the_nearest(run_make):

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib.recfunctions import repack_fields
 
 from lowprec.data import index
 from lowprec.data.index import index_tar, open_shards
-from lowprec.data.shards import ShardError
+from lowprec.data.shards import ShardError, load_sealed, sealed
 from tests.data.conftest import members, sample, write_shards, write_tar
 
 
@@ -155,6 +156,16 @@ def test_damaged_missing_or_old_index_is_refused_and_made_again(tmp_path, file, 
     assert path.read_bytes() == whole
 
 
+def test_a_catalog_of_an_older_version_is_completed_without_reading_shards(tmp_path, indexed):
+    pattern = write_shards(tmp_path, [2], {1: {"txt": None}})
+    open_shards(pattern)
+    (path,) = (tmp_path / ".index").glob("catalog-*.npy")
+    whole, [catalog] = path.read_bytes(), load_sealed(path)
+    path.write_bytes(sealed(repack_fields(catalog[["path", *index.ENTRY.names]])))
+    assert open_shards(pattern).num_captions.tolist() == [1]
+    assert path.read_bytes() == whole and len(indexed) == 1
+
+
 def test_one_index_folder_serves_two_sets_with_the_same_names(tmp_path, indexed):
     patterns = [write_shards(tmp_path / place, [n]) for place, n in (("a", 1), ("b", 2))]
     folder = str(tmp_path / "index")
@@ -220,10 +231,11 @@ def test_pairs_whose_names_have_more_dots_are_refused_but_not_other_fields(tmp_p
     names = ["9.seg.png", "9.blip.txt", "._8.jpg", "._8.txt", "000001.crop.png", "000001.crop.txt"]
     path = str(write_tar(tmp_path / "a.tar", [*members(0, 2), *((name, b"x") for name in names)]))
     assert len(index_tar(path)[0]) == 2
-    lost = [(f"a/v1.{n}.{kind}", b"x") for n in range(3) for kind in ("JPG", "txt")]
-    write_tar(tmp_path / "a.tar", [*members(0, 2), *lost])
-    with pytest.raises(ValueError, match=r"a\.tar: pairs such as 'a/v1\.0' \(3 in all\) would"):
-        index_tar(path)
+    for text in ("txt", "cls"):
+        lost = [(f"a/v1.{n}.{kind}", b"1") for n in range(3) for kind in ("JPG", text)]
+        write_tar(tmp_path / "a.tar", [*members(0, 2), *lost])
+        with pytest.raises(ValueError, match=r"a\.tar: pairs such as 'a/v1\.0' \(3 in all\) would"):
+            index_tar(path)
 
 
 def test_large_sets_are_indexed_by_all_cores(tmp_path, monkeypatch):

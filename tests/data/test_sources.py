@@ -8,7 +8,7 @@ from lowprec.config.check import ConfigError
 from lowprec.config.compose import compose_command
 from lowprec.data import open as opening
 from lowprec.data.shapes import render_shapes
-from lowprec.data.sources import expand, expand_urls, names_faults, read_lines, without_secrets
+from lowprec.data.sources import expand, expand_urls, names_faults, read_names, without_secrets
 from lowprec.train.preflight import preflight
 
 SECRET_URLS = {
@@ -84,8 +84,9 @@ def test_a_tilde_is_refused_with_the_path_that_it_means(monkeypatch):
 
 
 def test_joined_urls_are_refused_but_no_ipv6_address():
-    with pytest.raises(ValueError, match=r"=http://h/a\.tar::http://h/b.*: braces join sources"):
-        expand_urls("http://h/a.tar::http://h/b.tar", ["http"])
+    for joined in ("http://h/a.tar::http://h/b.tar", "m-{0..1}.tar::n-{0..1}.tar", "a-*::b-*"):
+        with pytest.raises(ValueError, match=r"=[^ ]+::[^ ]+: braces join sources"):
+            expand_urls(joined, ["http"])
     for host in ("[::1]:80", "[2001:db8::abcd:1]"):
         urls = [f"http://{host}/{n}.tar" for n in range(4)]
         assert expand_urls(f"http://{host}/{{0..3}}.tar", ["http"]).urls == urls
@@ -153,9 +154,10 @@ def test_files_of_names_have_a_name_or_a_placeholder_in_each_line(make_config, t
     files = {"data.classnames": str(names), "data.templates": str(templates)}
     config = make_config({**keys, **files})
     names.write_text("cat\ndog \n\n")
-    templates.write_text("a photo of {c}.\na {}\n")  # as in CLIP benchmark
+    templates.write_text("a photo of {c}.\n\na {}\n")  # as in CLIP benchmark
     assert names_faults(config) == []
-    assert read_lines(names) == ["cat", "dog"] and read_lines(templates)[0] == "a photo of {}."
+    assert read_names(names, "classnames") == ["cat", "dog"]
+    assert read_names(templates, "templates") == ["a photo of {}.", "a {}"]
     names.write_text("cat\n\ndog\n")
     templates.write_text("a {}\nno class\n")
     assert names_faults(config) == [
