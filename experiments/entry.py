@@ -24,6 +24,7 @@ from lowprec.train.ranks import place
 
 FLAGS = ("config_name", "config_path", "config_dir", "experimental_rerun")  # refused
 EXPLAIN = ("help", "hydra_help", "shell_completion", "cfg", "info")  # flags that run nothing
+MODES = ("run", "multirun", "shell_completion", "cfg", "info")  # flags that exclude each other
 QUEUE = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes")
 QUEUE += ("name", "stderr_to_stdout")  # parameters that all of submitit's executors share
 QUOTES = "\"'"
@@ -154,6 +155,9 @@ def parse_command(words: Sequence[str] | None = None) -> argparse.Namespace:
     for flag in (text.partition("=")[0] for text in unknown if text.startswith("-")):
         key = flag.strip("-").replace("-", "_")
         faults.append(f"{flag}: no such flag (--help, -m, --cfg); a key is written {key}=...")
+    modes = [f"--{name.replace('_', '-')}" for name in MODES if getattr(arguments, name)]
+    if len(modes) > 1:
+        faults.append(f"{' and '.join(modes)}: only one of them can be given")
     if faults:
         refuse(ConfigError(faults))
     return arguments

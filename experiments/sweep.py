@@ -30,7 +30,7 @@ from rich.console import Console
 from experiments.entry import refuse
 from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
-from lowprec.config.compose import compose_command, explain
+from lowprec.config.compose import compose_command, explain, plain_values
 from lowprec.config.schema import key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
@@ -93,6 +93,10 @@ def submit(texts: list[str]) -> None:
     processes = max(1, options.launcher.gpus)
     runs = plan_runs(overrides, lambda config: sources_of(config, open_data(config)), processes)
     folder = _folder(overrides)
+    others = sorted({run.config["run_dir"] for run in runs})
+    if [Path(text) for text in others] != [folder.parents[1]]:  # set by an experiment's file
+        fault = f"run_dir={','.join(others)}: a sweep has one run_dir, named on the command line"
+        raise ConfigError([f"{fault}, such as run_dir={others[0]}"])
     if options.dry_run:
         print("\n".join(str(folder.parents[1] / run.directory) for run in runs))
         return
@@ -260,7 +264,7 @@ def _options(launching: list[str]) -> SweepConfig:
 
 
 def _folder(overrides: list[str]) -> Path:
-    values = dict(text.split("=", 1) for text in overrides if "=" in text)
+    values = plain_values(overrides)
     name = values.get("experiment") or values.get("name") or "run"
     return Path(values.get("run_dir", "runs")) / "sweeps" / name
 

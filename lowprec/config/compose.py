@@ -8,6 +8,7 @@ grammar or the files below `conf/`.
 import copy
 import itertools
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
@@ -60,8 +62,7 @@ def compose_command(
     faults: list[str] = []
     runs = _expand(overrides, schema, faults)
     if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
-        command = " ".join(f"'{o}'" if set(o) & set(" *{}[]()$?") else o for o in overrides)
-        faults.append(f"this is a sweep: python -m experiments.{entry} -m {command}")
+        faults.append(f"this is a sweep: python -m experiments.{entry} -m {shlex.join(overrides)}")
         runs = runs[:1]
     composed = []
     for run in runs:
@@ -85,8 +86,7 @@ def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple
     """
     command_line = _axes(overrides, schema, faults)
     experiment = _experiment(command_line, schema, faults)
-    params = OmegaConf.select(experiment, "hydra.sweeper.params") or {}
-    swept = _axes([f"{key}={value}" for key, value in params.items()], schema, faults)
+    swept = _axes([f"{key}={v}" for key, v in _swept_keys(experiment).items()], schema, faults)
     runs = []
     for command in [[], *_further(experiment, command_line)]:
         fixed = command_line + _axes(command, schema, faults)
@@ -156,7 +156,7 @@ def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) 
             if override.key_or_group not in groups:
                 OmegaConf.update(composed, override.key_or_group, override.value())
         data = _plain(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([" ".join(str(error).split())[:400]]) from error
     if faults := [_unresolved(key, text) for key, text in _texts(data) if "${" in text]:
         raise ConfigError(faults)
@@ -243,22 +243,61 @@ def _key(text: str) -> str:
     return text.partition("=")[0].lstrip("+")
 
 
-def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> DictConfig:
-    """The file of the experiment that the axes choose, empty without one."""
+def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> dict:
+    """The file of the experiment that the axes choose as plain data, empty without one."""
     names = [text.partition("=")[2] for axis in axes for text in axis if _key(text) == "experiment"]
-    files = [OmegaConf.load(CONF / "experiment" / f"{name}.yaml") for name in names]
-    sweeps = [file for file in files if OmegaConf.select(file, "hydra.sweeper.params")]
-    if len(files) > 1 and sweeps:  # Hydra would leave their sweeps out
+    files = [_study(name) for name in names]
+    if len(files) > 1 and any(map(_swept_keys, files)):  # Hydra would leave their sweeps out
         faults.append(f"experiment={','.join(names)}: only one experiment can sweep at a time")
-        return OmegaConf.create()
-    return files[0] if files else OmegaConf.create()
+        return {}
+    return files[0] if files else {}
 
 
-def _further(experiment: DictConfig, axes: list[list[str]]) -> list[list[str]]:
+def _study(name: str) -> dict:
+    """A file of conf/experiment as plain data; ConfigError if a study cannot be read from it."""
+    path = CONF / "experiment" / f"{name}.yaml"
+    place = f"{path.relative_to(CONF.parent)}:"
+    try:
+        text = path.read_text()
+        file = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        swept, further = _swept_keys(file), file.get(FURTHER) or []
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AttributeError) as error:
+        raise ConfigError([f"{place} no map of keys ({' '.join(str(error).split())})"]) from error
+    faults = []
+    if "# @package _global_" not in text.splitlines():
+        faults.append(f"{place} the line `# @package _global_` is missing at its beginning")
+    if not isinstance(swept, dict):
+        faults.append(f"{place} hydra.sweeper.params: a map is expected, such as {{seed: '0,1'}}")
+    if not isinstance(further, list) or not all(isinstance(command, str) for command in further):
+        faults.append(f"{place} {FURTHER}: a list is expected, such as ['optimizer=muon seed=0']")
+    if faults:
+        raise ConfigError(faults)
+    return file
+
+
+def _swept_keys(experiment: dict) -> dict[str, Any]:
+    """The values, separated by commas, of each key that an experiment's file sweeps."""
+    sweeper = (experiment.get("hydra") or {}).get("sweeper") or {}
+    return sweeper.get("params") or {}
+
+
+def _further(experiment: dict, axes: list[list[str]]) -> list[list[str]]:
     """The further commands of an experiment file that set no key of the command line."""
     names = {_key(axis[0]) for axis in axes}
     commands = [text.split() for text in experiment.get(FURTHER) or []]
     return [command for command in commands if not names & set(map(_key, command))]
+
+
+def plain_values(overrides: list[str]) -> dict[str, str]:
+    """The value of each override by its key, without the quotes in which Hydra reads it."""
+    values = {}
+    for text in overrides:
+        written = text.partition("=")[2]
+        override = _parse(text, [])
+        value = None if override is None or override.is_sweep_override() else override.value()
+        is_plain = type(value) in (str, int)
+        values[_key(text)] = str(value) if is_plain else written
+    return values
 
 
 @cache
@@ -277,7 +316,8 @@ def _parse(text: str, faults: list[str]) -> Override | None:
         try:
             return _parsed(text)
         except (HydraException, RecursionError, ValueError):  # also nested or long without end
-            quoted = f"'{key}=\"{value[:200]}\"'"
+            inner = value[:200].replace('"', '\\"')
+            quoted = shlex.quote(f'{key}="{inner}"')
             faults.append(f"{text[:200]}: cannot be parsed; quote special characters: {quoted}")
     return None
 

@@ -106,6 +106,9 @@ BAD = {  # command: parts of its message
     "-m optimizer.lr=interval(1e-4,1e-3)": ("interval", "use choice or range"),
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
     "seed=${nope}": ("seed", "nope"),
+    'remark=a"b': ("cannot be parsed", """'remark="a\\"b"'"""),
+    "remark=it's": ("cannot be parsed", """'remark="it'"'"'s"'"""),
+    'remark="a;b" seed=1,2': ("-m 'remark=\"a;b\"' seed=1,2",),
 }
 GOOD = {  # command: number of runs
     "": 1,
@@ -218,11 +221,33 @@ def test_a_typo_in_an_experiment_file_is_named(tmp_path, monkeypatch):
         assert any(all(part in fault for part in parts) for fault in faults), faults
 
 
+HEADER = "# @package _global_\n"
+BAD_STUDIES = {  # text of an experiment's file: parts of the message
+    "seed: 1": ("# @package _global_", "missing"),
+    f"{HEADER}seed: [": ("no map of keys", "line 2"),
+    f"{HEADER}- seed": ("no map of keys",),
+    f"{HEADER}hydra: {{sweeper: {{params: ['seed=0,1']}}}}": ("sweeper.params: a map is expected",),
+    f"{HEADER}further_commands: 'seed=0 optimizer=muon'": ("further_commands: a list is expected",),
+    f"{HEADER}further_commands: [{{seed: 0}}]": ("further_commands: a list is expected",),
+    f"{HEADER}further_commands: ['seed=${{batch_size}}']": ("seed=${batch_size}", "not resolved"),
+}
+
+
+@pytest.mark.parametrize("text", BAD_STUDIES)
+def test_an_experiment_file_that_is_no_study_is_refused(text, tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(text)
+    monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
+    [fault] = faults_of("-m experiment=own")
+    assert all(part in fault for part in BAD_STUDIES[text]), fault
+
+
 REFUSED = {  # command line: a part of the message
     "--config-name=evaluate": "--config-name: only configs in conf/ are read",
     "--experimental-rerun=x": "--experimental-rerun: only configs",  # a pickle
     "--cfg job hydra.run.dir=x": "hydra.run.dir is not allowed",
     "--num-steps 5": "--num-steps: no such flag (--help, -m, --cfg); a key is written num_steps=",
+    "-m --cfg job": "--multirun and --cfg: only one of them can be given",
     "-m seed=0,1": "experiments.sweep submit ... launcher.gpus=2",  # in two processes
 }
 

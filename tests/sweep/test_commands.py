@@ -3,10 +3,12 @@
 import fcntl
 import json
 import re
+import shutil
 
 import pytest
 
 from experiments import sweep
+from lowprec.config import compose
 from lowprec.runs import durable
 from lowprec.runs.read import find_runs, read_status
 from lowprec.sweep.plan import DECLINED, Plan
@@ -35,6 +37,7 @@ def run(verb, *texts):
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
         (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),
+        (["submit", "run_dir=a,b"], 2, "run_dir=a,b: a sweep has one run_dir.*such as run_dir=a$"),
         (["submit", "hydra/launcher=submitit_slurm"], 2, "hydra/launcher.*launcher=local or slurm"),
     ],
 )
@@ -61,6 +64,27 @@ def test_a_finished_run_is_not_submitted(here, tiny, capsys, no_launcher):
     changed.runs[0].directory = f"{directory[:-10]}0123456789"
     changed.write()
     assert "0123456789" in run("train", "runs/sweeps/t", "0")
+
+
+@pytest.mark.parametrize("name", ["name='a b'", '++name="a b"'])
+def test_quotes_of_hydra_are_not_part_of_a_folders_name(here, tiny, no_launcher, name):
+    assert run("submit", *tiny, name, 'run_dir="my runs"') == 0
+    plan = Plan(here / "my runs/sweeps/a b")
+    assert plan.runs[0].config["run_dir"] == "my runs"
+    assert run("status", "name=a b", "run_dir=my runs") == 0
+
+
+def test_a_run_dir_of_an_experiments_file_is_given_on_the_command_line(
+    here, tiny, capsys, monkeypatch, no_launcher
+):
+    shutil.copytree(compose.CONF, here / "conf")
+    study = "# @package _global_\nrun_dir: elsewhere\n"
+    (here / "conf" / "experiment" / "own.yaml").write_text(study)
+    monkeypatch.setattr(compose, "CONF", here / "conf")
+    assert run("submit", *tiny, "experiment=own") == 2
+    assert "such as run_dir=elsewhere" in capsys.readouterr().err
+    assert run("submit", *tiny, "experiment=own", "run_dir=elsewhere") == 0
+    assert Plan(here / "elsewhere/sweeps/own").runs
 
 
 @pytest.mark.parametrize(("size", "code"), [("1", 0), ("2", DECLINED)])
