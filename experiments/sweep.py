@@ -30,8 +30,9 @@ from rich.console import Console
 from experiments.entry import refuse
 from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
+from lowprec.config.check import keys as schema_keys
 from lowprec.config.compose import compose_command, explain, plain_values
-from lowprec.config.schema import key
+from lowprec.config.schema import Config, key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest
 from lowprec.runs.durable import locked
@@ -291,7 +292,13 @@ def _command(plan: Plan, *words: str) -> str:
 def _find(texts: list[str]) -> Plan:
     """The sweep that `experiment=`, `name=` and `run_dir=` name, or the only one there is."""
     keys, allowed = {text.partition("=")[0] for text in texts}, ("experiment", "name", "run_dir")
-    faults = [unknown_key(name, allowed) for name in sorted(keys.difference(allowed))]
+    own = set(schema_keys(Config))  # of a run
+    faults = [
+        f"{name}: only `submit` takes keys of runs; with another value it adds a run"
+        if name in own
+        else unknown_key(name, allowed)
+        for name in sorted(keys.difference(allowed))
+    ]
     faults += [f"{text}: key=value is expected" for text in texts if not text.partition("=")[2]]
     if faults:
         raise ConfigError(faults)

@@ -8,6 +8,7 @@ grammar or the files below `conf/`.
 import copy
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -70,6 +71,8 @@ def compose_command(
             config = check(_compose(run, entry, schema, base), schema)
             if isinstance(config, Config):
                 faults += retired_faults(config)
+            if homes := _home_faults(asdict(config)):
+                raise ConfigError(homes)
             preflight(config)
             composed.append(ComposedRun(run, config))
         except ConfigError as error:
@@ -180,6 +183,12 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for item in value:
             yield from _texts(item, key)
+
+
+def _home_faults(data: dict) -> list[str]:
+    """A fault for each path below `~`, which would be made in a folder of this name."""
+    paths = [(key, text) for key, text in _texts(data) if text.startswith("~/") and key != "remark"]
+    return [f"{key}={p}: ~ is not expanded: write {os.path.expanduser(p)}" for key, p in paths]
 
 
 def _unresolved(key: str, text: str) -> str:

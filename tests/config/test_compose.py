@@ -96,6 +96,8 @@ BAD = {  # command: parts of its message
     'run_dir=""': ("run_dir=: a folder is expected", "run_dir=runs"),
     f"seed={'9' * 5000}": ("seed=999", "cannot be parsed"),
     "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
+    'run_dir="~/runs"': ("run_dir=~/runs: ~ is not expanded: write /",),
+    'data.cache="~/cache" remark="~/x"': ("data.cache=~/cache: ~ is not expanded",),
     # Hydra's own keys
     "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.launcher.*"),
     "hydra/launcher=slurm": ("hydra/launcher=slurm", "submitit_slurm"),

@@ -33,6 +33,7 @@ def run(verb, *texts):
         (["status"], 2, "no sweeps in runs/sweeps yet; `.*submit ...` starts one"),
         (["status", "nmae=a"], 2, "nmae: no such key.*nearest: name"),
         (["resubmit"], 2, "resubmit --failed"),
+        (["resubmit", "--failed", "optimizer.lr=1"], 2, "optimizer.lr: only `submit` takes keys"),
         (["status", "name=t"], 2, "runs/t has runs of `experiments.train`, .* `submit` with"),
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
