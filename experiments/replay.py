@@ -8,8 +8,8 @@ The replay starts from the newest snapshot or checkpoint at least `steps` steps 
 else from the oldest one at least 2 steps before. A finished run keeps only its last state, unless
 it had keep_checkpoints=2 or more. First, the steps are replayed unchanged: this control must
 reproduce the recorded losses, otherwise the exit status is 1. Then they are replayed with the
-changes, which may be any keys and groups of a run: all changes between two words `or` together, and
-each combination of their values. One key exists only here:
+changes, which may be any keys and groups that change a run's steps: all changes between two words
+`or` together, and each combination of their values. One key exists only here:
 
 skip_batches=0  leave out the batches of this many steps up to and including `step`, and use the
                 next ones instead: the cause of a spike precedes the step whose loss is too high
@@ -52,6 +52,8 @@ from lowprec.train.preflight import preflight
 from lowprec.waiting import Waiting
 
 MAX_NAME = 120  # characters of a file's name
+IDLE = ("name", "scale", "remark", "run_dir", "log_every", "eval_every", "keep_checkpoints")
+IDLE += ("resume", "evaluation", "logger", "diagnostics", "model.init_from", "data.val")
 OR = "or"  # between changes that are tried one after the other
 
 
@@ -118,6 +120,8 @@ def main(config: ReplayConfig, changes: list[str]) -> None:
     for start in starts:
         if not first <= start <= config.step:
             raise RunError(f"change_from={start}: a step from {first} to {config.step} is expected")
+    if short := [name for name, variant in variants.items() if variant.num_steps < last]:
+        raise RunError(f"{short[0]}: num_steps >= {last} is expected, the last step replayed")
     print(f"from {state}: steps {first} to {last} are replayed", flush=True)
     faults: list[str] = []
     frames = replays(config, variants, recorded, state, range(first, last + 1), faults)
@@ -201,7 +205,9 @@ def variants_of(trained: dict, changes: list[str]) -> dict[str, ReplayedConfig]:
     studies = [text for text in changes if text.startswith("experiment=")]
     if studies:
         raise ConfigError([f"{studies[0]}: a replay changes single keys and groups of the run"])
-    faults: list[str] = []
+    keys = [text.partition("=")[0].lstrip("+") for text in changes]
+    idle = [key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in IDLE)]
+    faults = [f"{key} changes nothing in a replay; leave it out" for key in idle]
     tried = [list(words) for is_or, words in groupby(changes, OR.__eq__) if not is_or]
     configs = {}
     for words in [[], *(tried or suspects(trained))]:

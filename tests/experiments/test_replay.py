@@ -213,6 +213,7 @@ def test_impossible_replays_are_refused(run):
     folder = run()
     for step, changes, message in (
         (40, [], "has recorded steps 1 to 12"),
+        (10, ["num_steps=5"], "num_steps=5: num_steps >= 12 is expected"),
         (4, [], "step 2 or earlier.*are those of 4.*for step 6 and later.*enabled=true"),
     ):
         with pytest.raises(RunError, match=message):
@@ -220,6 +221,9 @@ def test_impossible_replays_are_refused(run):
     for words in ("optimizer.beta3=1", "scaler=fixed", "experiment=loss_curves_mini"):
         with pytest.raises(ConfigError, match=words.partition("=")[0]):
             replayed(folder, 10, words)
+    for key in ("name", "evaluation", "logger.name", "model.init_from"):
+        with pytest.raises(ConfigError, match=f"{key} changes nothing in a replay"):
+            replayed(folder, 10, f"++{key}=x")
     file = folder / "config.yaml"
     for group, key, value in (
         ("optimizer", "on_warning", {"action": "clip"}),
