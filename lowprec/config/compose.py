@@ -5,6 +5,7 @@ at once, before anything else happens; what they return is what runs. No other m
 grammar or the files below `conf/`.
 """
 
+import contextlib
 import copy
 import itertools
 import json
@@ -32,6 +33,7 @@ from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest, some
 
 CONF = Path(__file__).parents[2] / "conf"
+QUOTES = "\"'"
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*")  # Hydra's own keys that are allowed
 MAX_RUNS = 1000  # of a sweep
@@ -63,7 +65,8 @@ def compose_command(
     faults: list[str] = []
     runs = _expand(overrides, schema, faults)
     if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
-        faults.append(f"this is a sweep: python -m experiments.{entry} -m {shlex.join(overrides)}")
+        command = f"python -m experiments.{entry} -m {shlex.join(overrides)}"
+        faults += _single_faults(overrides) if entry == "sweep" else [f"this is a sweep: {command}"]
         runs = runs[:1]
     composed = []
     for run in runs:
@@ -100,6 +103,19 @@ def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple
         faults.append(f"this sweep has more than {MAX_RUNS:,} runs")
         return runs[:1]
     return runs
+
+
+def _single_faults(overrides: list[str]) -> list[str]:
+    """A fault for each list of values, for a command without -m."""
+    lists = [o for o in overrides if (parsed := _parse(o, [])) and parsed.is_sweep_override()]
+    parts = [text.partition("=") for text in lists]
+    return [f"{k}={v}: one value is expected, in quotes: {_quoted(k, v)}" for k, _, v in parts]
+
+
+def _quoted(key: str, value: str) -> str:
+    """An override whose value is text, as it is written in a shell."""
+    inner = value.replace('"', '\\"')
+    return shlex.quote(f'{key}="{inner}"')
 
 
 def differing_values(runs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -325,9 +341,12 @@ def _parse(text: str, faults: list[str]) -> Override | None:
         try:
             return _parsed(text)
         except (HydraException, RecursionError, ValueError):  # also nested or long without end
-            inner = value[:200].replace('"', '\\"')
-            quoted = shlex.quote(f'{key}="{inner}"')
-            faults.append(f"{text[:200]}: cannot be parsed; quote special characters: {quoted}")
+            advice = f"quote special characters: {_quoted(key, value[:200])}"
+            with contextlib.suppress(HydraException, RecursionError, ValueError):
+                bare = f"{key}={value.translate({ord(quote): None for quote in QUOTES})}"
+                if value.startswith("{") and _parsed(bare):
+                    advice = f"names in a map have no quotes: {shlex.quote(bare)}"
+            faults.append(f"{text[:200]}: cannot be parsed; {advice}")
     return None
 
 

@@ -153,7 +153,7 @@ class OptimizerConfig:
     override_32bit: list[str] = key([], "modules with 32-bit moments, such as 'visual.conv*'")
     paged: bool = key(False, "keep moments on the host that do not fit on the GPU", identity=False)
     lr_scale: dict[str, float] | None = key(
-        None, "learning rate factors, {image: 0.1}, {'visual.conv*': 0}; 0: locked", least=0
+        None, "learning rate factors, {image: 0.1}, {visual.conv*: 0}; 0: locked", least=0
     )
 
 

@@ -109,6 +109,7 @@ BAD = {  # command: parts of its message
     "data.train=a-{0..9}.tar": ("cannot be parsed", "'data.train=\"a-{0..9}.tar\"'"),
     "seed=${nope}": ("seed", "nope"),
     'remark=a"b': ("cannot be parsed", """'remark="a\\"b"'"""),
+    "optimizer.lr_scale={'conv*':0}": ("no quotes: 'optimizer.lr_scale={conv*:0}'",),
     "remark=it's": ("cannot be parsed", """'remark="it'"'"'s"'"""),
     'remark="a;b" seed=1,2': ("-m 'remark=\"a;b\"' seed=1,2",),
 }

@@ -38,6 +38,7 @@ def run(verb, *texts):
         (["submit", "launcher=slrm"], 2, "nearest: slurm"),
         (["submit", "launcher.runs_per_gpu=2"], 2, "needs launcher=local and launcher.gpus=1"),
         (["submit", "launcher.sbatch={job-name: x}"], 2, "sbatch: a sweep sets job-name itself"),
+        (["submit", "launcher.partition=a,b"], 2, """value is .*: 'launcher.partition="a,b"'"""),
         (["submit", "run_dir=a,b"], 2, "run_dir=a,b: a sweep has one run_dir.*such as run_dir=a$"),
         (["submit", "hydra/launcher=submitit_slurm"], 2, "hydra/launcher.*launcher=local or slurm"),
     ],
