@@ -18,7 +18,7 @@ from hydra._internal.utils import _run_hydra, get_args_parser
 
 from lowprec.config import compose
 from lowprec.config.check import ConfigError, RunError
-from lowprec.config.schema import Config
+from lowprec.config.schema import MAPS, Config
 from lowprec.data.sources import without_secrets
 from lowprec.train.ranks import place
 
@@ -234,6 +234,8 @@ def _explain(arguments: argparse.Namespace, entry: str, schema: type) -> None:
         usage = (sys.modules["__main__"].__doc__ or "").strip()
         print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}")
         return
+    maps = [name for name in MAPS if any(o.startswith(f"{name}=") for o in arguments.overrides)]
+    arguments.overrides = [*(f"{name}=null" for name in maps), *arguments.overrides]  # not merged
     version.setbase("1.3")
     compose.register(schema)
     _run_hydra(

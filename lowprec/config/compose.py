@@ -173,7 +173,8 @@ def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) 
         OmegaConf.set_struct(composed, False)  # `check` refuses unknown keys
         for _, override in parsed:
             if override.key_or_group not in groups:
-                OmegaConf.update(composed, override.key_or_group, override.value())
+                key = override.key_or_group  # a whole map takes the place of a file's
+                OmegaConf.update(composed, key, override.value(), merge=key not in MAPS)
         data = _plain(composed)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError([" ".join(str(error).split())[:400]]) from error

@@ -204,6 +204,21 @@ def test_a_chosen_file_changes_only_keys_that_files_of_its_group_set():
     assert run.config.seed == 3 and base["optimizer"]["name"] == "adamw_clip"
 
 
+def test_a_map_takes_the_place_of_the_maps_in_a_file_or_a_run(monkeypatch, capsys):
+    new = "precision.products={output:{format:int8,x:rowwise,w:tensorwise}}"
+    products = {"output": {"format": "int8", "x": "rowwise", "w": "tensorwise"}}
+    words = ["experiment=fp8_fixes_mini", "seed=0", "intervention=zero_init"]
+    [old] = compose.compose_command(words, multirun=True)
+    runs = compose.compose_command([*words, new], multirun=True)
+    runs += compose.compose_command([new], base=asdict(old.config))
+    assert len(old.config.precision.products) == 3
+    assert [run.config.precision.products for run in runs] == [products] * 2
+    text = "experiment=fp8_code_books_mini seed=0 precision.products={output:high}"
+    monkeypatch.setattr(sys, "argv", ["train", "--cfg", "job", *text.split()])
+    entry.run_command(None, "train")
+    assert "products:\n    output: high\n  where" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("choice", GROUP_FILES)
 def test_every_group_file_composes(choice):
     needs = {"precision=fp16": "scaler=dynamic", "precision=pure_fp16": "scaler=fixed"}
