@@ -216,14 +216,15 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
 
 def _fault(path: str, error: Exception) -> str:
     """What is wrong with a file that cannot be read as an uncompressed tar."""
+    if " at byte 0:" not in str(error):
+        return f"is damaged: {error}"
     with open(path, "rb") as file:
         begin = file.read(6)
     for magic, command in PACKED.items():
         if begin.startswith(magic):
             streamed = "data=stream trains on gz, bz2 and xz as they are"
             return f"is compressed and has no offsets: {command} it; {streamed}"
-    hint = "; perhaps it is not a tar file" if " at byte 0:" in str(error) else ""
-    return f"is damaged: {error}{hint}"
+    return f"is damaged: {error}; perhaps it is not a tar file"
 
 
 def _first_members(path: str, count: int = 4) -> str:

@@ -42,7 +42,8 @@ def expand(pattern: str, name: str = "data.train") -> list[str]:
             make_shards = f"python -m experiments.make_shards table={path} out=FOLDER"
             raise ValueError(f"{name}: {path} is not a tar file; {make_shards} makes shards of it")
         if path.lower().endswith(OTHERS):
-            tars = f"; write {name}='{pattern}.tar'" if pattern.endswith("*") else ""
+            every = "/*" if pattern.endswith("**") else ""
+            tars = f"; write {name}='{pattern}{every}.tar'" if pattern.endswith("*") else ""
             raise ValueError(f"{name}={pattern}: {path} is not a tar file{tars}")
     missing = [part for part, paths in matches.items() if not paths]
     if not missing:

@@ -25,7 +25,11 @@ class MomentReader:
         self._addresses = AddressTables()
         self._key: tuple = ()
         self._grads_at: list[int] = []
-        if any(len(group.get("betas") or ()) != 2 for group in optimizer.param_groups):
+        betas = [group.get("betas") or () for group in optimizer.param_groups]
+        if others := [len(pair) for pair in betas if pair and len(pair) != 2]:
+            kind = type(optimizer).__name__
+            raise ValueError(f"{kind} has {others[0]} betas: RMS_t needs the two of Adam")
+        if not all(betas):
             raise self._nothing_to_watch()
 
     def read(self, params: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,7 +69,7 @@ class MomentReader:
         return torch.linalg.vector_norm(grad_norms), expand_rows(table, rows, len(self.names))
 
     def _nothing_to_watch(self) -> ValueError:
-        text = f"{type(self.optimizer).__name__} has no exp_avg and exp_avg_sq to watch, as in Adam"
+        text = f"{type(self.optimizer).__name__} has no exp_avg and exp_avg_sq to watch"
         return ValueError(f"{text}: use AdamW, Adam or StableAdamW")
 
     def _prepare(

@@ -70,9 +70,9 @@ def watch(
 
     Raises:
         ValueError: an unknown protocol, a number out of bounds, parameters on several devices, an
-            optimizer of another model, or one without betas, such as SGD; at a step, an optimizer
-            that has no such state, uses amsgrad, adds weight decay to the gradient, as Adam does,
-            or has since got other parameters or another order of them.
+            optimizer of another model, or one without two betas, such as SGD; at a step, an
+            optimizer that has no such state, uses amsgrad, adds weight decay to the gradient, as
+            Adam does, or has since got other parameters or another order of them.
     """
     return Monitor(model, optimizer, every, flush, step, protocol, group)
 
@@ -129,7 +129,7 @@ class Monitor:
         self._last_loss = 0.0  # at the last flush
         self._given: dict = {}  # to `save`
         self._folders: dict[Path, Path] = {}  # by what `save` was given
-        self._first, self._is_new = step + 1, not optimizer.state
+        self._first, self._is_new = step + 1, step == 0 and not optimizer.state
         self._reader = MomentReader(optimizer, self.names, self.device)
         hook = torch.compiler.disable(self._after_step)  # a compiled step calls it as it is
         self._handle = optimizer.register_step_post_hook(hook)
@@ -271,7 +271,8 @@ class Monitor:
             text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
             text += " pass watch protocol=Protocol(ignore_steps=..., window=...)"
             logger.warning(text, self.step, first)
-        if self._rows and not self._has_loss and all(math.isnan(r["loss"]) for r in self._rows):
+        has_none = self._rows and all(math.isnan(row["loss"]) for row in self._rows)
+        if has_none and not self._has_loss and not self._folders:
             logger.warning("no loss is saved: call monitor.loss(loss) before each optimizer.step()")
         with closing(Record(folder)) as record:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
@@ -305,10 +306,9 @@ class Monitor:
         """Warns of an optimizer whose first second moment, after Adam's correction, is not g^2."""
         largest = np.nanmax(rms, initial=0.0)
         if largest > 2 or 0 < largest < 0.5:
-            text = (
-                "RMS_t of the first update is at most %.3g, not 1: unless gradients are below eps, "
-            )
-            text += "%s does not keep Adam's moments, and RMS_t and update norms are wrong"
+            text = "RMS_t of the first update is at most %.3g, not 1: unless most gradients are "
+            text += "zero or below eps, %s does not keep Adam's moments, and RMS_t and norms of "
+            text += "updates are wrong"
             logger.warning(text, largest, type(self.optimizer).__name__)
 
     def _params(self) -> list[Tensor]:

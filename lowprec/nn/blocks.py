@@ -137,8 +137,8 @@ def checkpoint_blocks(
     recomputes a compiled block as a whole, and open_clip's fails for blocks with KQ norm. It stays
     as it is where it also recomputes blocks of convolutions, which would fill the memory otherwise.
 
-    `on`: True checkpoints all blocks, False none. None checkpoints the blocks under the model's own
-    checkpointing and keeps those that are checkpointed already.
+    `on`: True checkpoints all blocks but these, False none. None checkpoints the blocks under the
+    model's own checkpointing and keeps those that are checkpointed already.
     """
     blocks = list(blocks)
     names = {module: name for name, module in model.named_modules()}
@@ -146,17 +146,16 @@ def checkpoint_blocks(
     kept = {m for m in is_on if on is not False and _has_convolutional_blocks(m, blocks)}
     for block in blocks:
         owners = set(_with_parents(model, names[block]))
-        if owners & kept:
-            continue
-        if on or on is None and owners & is_on:
+        is_kept = bool(owners & kept)
+        if not is_kept and (on or on is None and owners & is_on):
             if not is_checkpointed(block):
                 block.forward = partial(_checkpointed, block, vars(block).get("forward"))
-        elif on is False and is_checkpointed(block):
+        elif (is_kept or on is False) and is_checkpointed(block):
             patched = block.forward.args[1]
             del block.forward
             if patched is not None:
                 block.forward = patched
-        for module in owners:
+        for module in () if is_kept else owners:
             for flag in _FLAGS:
                 if getattr(module, flag, False):
                     setattr(module, flag, False)

@@ -289,7 +289,7 @@ def test_what_cannot_be_watched_is_refused():
         watch(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.param_groups[0]["betas"] = (0.98, 0.92, 0.99)  # as Adan's
-    with pytest.raises(ValueError, match="AdamW has no exp_avg and exp_avg_sq .* as in Adam"):
+    with pytest.raises(ValueError, match="AdamW has 3 betas: RMS_t needs the two of Adam"):
         watch(model, optimizer)
     with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
         watch(copy.deepcopy(model), torch.optim.AdamW(model.parameters()))
@@ -324,6 +324,20 @@ def test_moments_that_are_not_adams_are_warned_of_once(is_debiased, caplog):
         monitor.close()
     expected = ["RMS_t of the first update is at most 0.1, not 1"]
     assert [text.partition(":")[0] for text in caplog.messages] == expected * is_debiased
+
+
+def test_a_resumed_run_may_load_its_optimizer_after_watch(caplog):
+    model, optimizer = make()
+    monitor = watch(model, optimizer, step=50)
+    earlier_model, earlier = make()
+    loss_of(earlier_model, 1).backward()
+    earlier.step()
+    for state in earlier.state.values():
+        state["exp_avg_sq"] += 1e4  # far above the gradients that follow
+    optimizer.load_state_dict(earlier.state_dict())
+    take(model, optimizer, monitor, range(51, 53))
+    monitor.flush()
+    assert "RMS_t of the first" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, StableAdamW])

@@ -232,6 +232,9 @@ def test_checkpointing_that_also_recomputes_convolutions_stays(checkpointing):
     assert num_saved(model, x)[1] == without
     layers = prepare_for_training(model, "high", **options)  # the model's own is off
     assert layers.checkpointed == (layers.blocks if checkpointing else [])
+    model.set_grad_checkpointing(True)  # no block is checkpointed twice
+    assert prepare_for_training(model, "high", **options).checkpointed == []
+    assert num_saved(model, x)[1] == least
 
 
 def test_patched_forward_of_a_block_survives():
