@@ -270,8 +270,10 @@ def _name_ends(
 def legend_below(canvas: Figure, axes: list[Axes]) -> None:
     """One legend under the panels, which makes the figure higher; shared names appear once."""
     named = {}
-    for ax in axes:
-        handles, labels = ax.get_legend_handles_labels()
+    of_panels = [ax.get_legend_handles_labels() for ax in axes]
+    for handles, labels in sorted(
+        of_panels, key=lambda both: -len(both[1])
+    ):  # most names: in order
         named |= dict(zip(labels, handles, strict=True))
     named = {label: handle for label, handle in named.items() if handle}
     if not named:

@@ -49,8 +49,8 @@ LARGEST_SHARE = 20.0  # of a layer's time in quantize operations, %: "less than 
 FOLLOWING = (28, 30)  # loss spikes that follow an RMS spike, of how many
 BY_CHANCE = 0.01  # the share that would
 FOLLOWING_SAID = (
-    f"{FOLLOWING[0]} of {FOLLOWING[1]} loss spikes, by chance about {BY_CHANCE:.0%} "
-    "(the paper's runs, arXiv:2304.13013)"
+    f"In the paper, {FOLLOWING[0]} of {FOLLOWING[1]} loss spikes follow an RMS spike by 1 to 8 "
+    f"steps, by chance about {BY_CHANCE:.0%} (arXiv:2304.13013)."
 )
 ACCURACY_BY_SIZE = {  # zero-shot ImageNet top-1 in %, +-0.2: figure 1; None: diverged
     "bf16": {"vit_b32": 41.7, "vit_l14": 55.1, "vit_h14": 57.6},

@@ -88,7 +88,7 @@ def _lead_lines(
         f"{counts['p_value']:.2g} (onset: {counts['p_by_onset']:.2g})."
     )
     same = spike_marks.coinciding_note(spike_marks.num_coinciding(spikes, rms, protocol))
-    return [f"{first} {same}".rstrip(), chance, f"The paper: {paper.FOLLOWING_SAID}."]
+    return [f"{first} {same}".rstrip(), chance, f"{paper.FOLLOWING_SAID}"]
 
 
 def _legend(spikes: pd.DataFrame, protocol: Protocol, tensor: str) -> list[str]:

@@ -12,6 +12,7 @@ evaluation without `shown` keeps them.
 
 import base64
 import io
+import re
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +73,13 @@ def main(config: EvaluateConfig) -> None:
         raise ConfigError([f"{run} has evaluation=none: choose zero_shot, retrieval or both"])
     if config.shown and trained.evaluation.name == "zero_shot":
         raise ConfigError([f"shown={config.shown} needs evaluation=retrieval or evaluation=both"])
-    preflight(trained, training=False)
-    with closing(Waiting(f"evaluating {run}")):
-        row, results, chance = evaluated(run, trained, config)
+    try:
+        preflight(trained, training=False)
+        with closing(Waiting(f"evaluating {run}")):
+            row, results, chance = evaluated(run, trained, config)
+    except ConfigError as error:  # in this command's keys
+        own = r"\bdata\.(val|classnames|templates|index)\b"
+        raise ConfigError(re.sub(own, r"\1", fault) for fault in error.faults) from None
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row | results))
     print(f"{'step':28} {row['step']} of {trained.num_steps}")

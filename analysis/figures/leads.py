@@ -181,7 +181,7 @@ FIGURES = {
         text=f"{REACHING} The RMS spike is the latest at or before the loss spike, or else the "
         "next. Dark: "
         f"spikes over {spike_marks.LARGE:g} nat. Dotted: by chance, if RMS spikes were shifted "
-        f"along the run. The paper: {paper.FOLLOWING_SAID}.",
+        f"along the run. {paper.FOLLOWING_SAID}",
     ),
     "tensors_before_spikes": Panels(
         studies=("stability",),
@@ -196,6 +196,6 @@ FIGURES = {
         "RMS spikes "
         "more loss spikes follow than by chance, at a false discovery rate of "
         f"{LEVEL:g} over the tensors with RMS spikes, if loss spikes are independent of each "
-        f"other. The paper: {paper.FOLLOWING_SAID}.",
+        f"other. {paper.FOLLOWING_SAID}",
     ),
 }

@@ -96,7 +96,7 @@ FIGURES = {
         what="RMS_t of the patch embedding and training loss",
         text="One seed of each setting. After figure 9, arXiv:2304.13013. The loss axis ends at "
         f"the largest loss {panels.IN_PRINT}, at most at twice the first loss, and "
-        f"that of RMS_t begins at {LOWEST:g} or above. The paper: {paper.FOLLOWING_SAID}.",
+        f"that of RMS_t begins at {LOWEST:g} or above. {paper.FOLLOWING_SAID}",
     )
     for slug, studies in {
         "rms_and_loss": ("rms_and_loss", "stability"),

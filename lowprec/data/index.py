@@ -185,7 +185,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
     digest = hashlib.sha256()
     rows: list[tuple] = []
     parts: dict[str, tuple[int, int, bytes]] = {}  # kind: place and bytes
-    last = None
+    last, words = None, ""
     try:
         with tarfile.open(path, "r:", tarinfo=StrictHeader) as tar:
             for member, key, kind, data in read_members(tar):
@@ -196,6 +196,8 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
                 name = f"{key}.{kind} {member.size}\n"
                 digest.update(name.encode("utf-8", "surrogateescape") + data)
                 parts[kind] = member.offset_data, member.size, data
+                if kind == "cls" and parse_label(data) < 0:
+                    words = words or f"; {member.name} is not a class number (0, 1, ...)"
     except LostPairsError as error:
         raise ValueError(f"{path}: {error}") from error
     except (tarfile.TarError, ValueError) as error:
@@ -209,7 +211,7 @@ def index_tar(path: str) -> tuple[np.ndarray, str]:
         members = f"KEY.{'|'.join(IMAGES)} and KEY.txt (or KEY.cls, a class number)"
         raise ValueError(
             f"{path} holds no whole sample: adjacent members {members}, where KEY has no dot; its "
-            f"first members: {_first_members(path)}"
+            f"first members: {_first_members(path)}{words}"
         )
     return table, digest.hexdigest()
 

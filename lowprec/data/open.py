@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,13 +110,17 @@ def _caption_faults(
 
 
 def _label_faults(config: Config, val: Shards) -> list[str]:
-    """The fault if data.val has no labels or a label has no name."""
-    source, largest = names_file(config, "classnames"), int(val.labels.max())
+    """The fault if data.val has no labels or a label has no name; warns if some have no label."""
+    labels, source = val.labels, names_file(config, "classnames")
+    num, largest = (labels < 0).sum(), int(labels.max())
     count = 1000 if source == "imagenet" else len(read_names(source, "classnames"))
     if largest < 0:
         return ["data.val has no labels (.cls): use evaluation=retrieval or evaluation=none"]
     if largest >= count:
         return [f"data.val has the label {largest}, but {source} names {count} classes"]
+    if num:
+        lacking = f"{num:,} of {len(labels):,} samples have no class number (.cls)"
+        print(f"warning: data.val: {lacking}: zero-shot accuracy leaves them out", file=sys.stderr)
     return []
 
 

@@ -228,18 +228,21 @@ class Monitor:
         per tensor on the host. The run is "finished", or "diverged" if the last step's loss is not
         finite. If the folder has another run, this one is saved beside it, as `<folder>-2`, with a
         warning. A resumed run, watched with its `step`, may write into its folder again: of a step
-        that is there twice, the later row counts. `config` has keys of `lowprec.config.schema` that
-        tell runs apart, such as {"seed": 1}, and the monitor remembers them; the recipe is that of
-        the layers watched. After an error, the rows remain, and another folder can take them.
+        that is there twice, the later row counts. `config` has keys of `lowprec.config.schema`,
+        dotted or nested, that tell runs apart, such as {"seed": 1, "optimizer.beta2": 0.999}, and
+        the monitor remembers them; the recipe is that of the layers watched. After any error but
+        ConfigError, the rows remain, and another folder can take them.
 
         Raises:
-            ConfigError: a key that the schema does not have, or a value of another type.
+            ConfigError: a key that the schema does not have, or a value of another type; the run
+                is saved without it.
             RunBusyError: another process writes there.
             RunError: a resumed run, where `<folder>-2`, ... or `<folder>-99` exists.
             ImportError: pyarrow or pyyaml is missing.
         """
         try:
-            from lowprec.config.check import RunError, require_values
+            from lowprec.config.check import ConfigError, RunError, keys, require_values
+            from lowprec.config.schema import Config
             from lowprec.runs import durable
             from lowprec.runs.record import Record
         except ImportError as error:
@@ -263,9 +266,14 @@ class Monitor:
         self.flush()
         if earlier:  # a resumed run sees only the end of a schedule
             self._largest_lr = max(self._largest_lr, earlier.get("optimizer.lr", 0.0))
-        given = self._given | (config or {})
+        given, faults = dict(self._given), []
+        for key, value in _dotted(config or {}, [*keys(Config)]).items():
+            try:
+                require_values({key: value})
+                given[key] = value
+            except ConfigError as error:
+                faults += error.faults
         config = self._config(folder.name) | given
-        require_values(config)
         first = max(self.protocol.ignore_steps, -(-self.protocol.window // 2))  # a loss needs half
         if not self._folders and self.step <= first:
             text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
@@ -280,6 +288,8 @@ class Monitor:
             self._given, self._folders[asked] = given, folder
             self._write(record)
         self._rows, self._tables, self._unwritten = [], [], []
+        if faults:
+            raise ConfigError([*faults, f"{folder} is saved without these keys"])
 
     def _write(self, record: "Record") -> None:  # noqa: F821 (imported by `save` alone)
         """Appends what was not saved yet, and sets the status."""
@@ -400,3 +410,13 @@ def _config_of(folder: Path) -> dict | None:
         return None
     header, _, text = path.read_text(errors="replace").partition("\n")
     return json.loads(text) if header == HEADER else {}
+
+
+def _dotted(config: dict, legal: list[str], prefix: str = "") -> dict:
+    """Groups of keys as dotted keys; the maps that are values stay."""
+    dotted = {}
+    for name, value in config.items():
+        path = f"{prefix}{name}"
+        is_group = isinstance(value, dict) and any(key.startswith(f"{path}.") for key in legal)
+        dotted |= _dotted(value, legal, f"{path}.") if is_group else {path: value}
+    return dotted

@@ -299,7 +299,7 @@ class MetricsBuffer:
         }
 
     def _too_many_skips(self, step: int) -> Ended | None:
-        num_read = step * self.config.batch_size
+        num_read = step * self.config.batch_size + self.num_skips
         rate = self.config.data.max_skip_rate
         if self.num_skips <= max(SKIPS_TOLERATED, rate * num_read):
             return None

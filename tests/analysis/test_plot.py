@@ -229,6 +229,17 @@ def test_groups_of_points_have_their_names_beside_them_or_else_a_legend(name):
     plt.close(figure)
 
 
+def test_a_legend_of_several_panels_has_the_order_of_the_one_with_most_names():
+    canvas, axes = plt.subplots(1, 2, layout="constrained")
+    for ax, names in zip(axes, ("cd", "abcd"), strict=True):
+        for name in names:
+            ax.plot([0, 1], [0, 1], label=name)
+    legend_below(canvas, axes)
+    [shown] = canvas.legends
+    assert [text.get_text() for text in shown.get_texts()] == [*"abcd"]
+    plt.close(canvas)
+
+
 def test_a_legend_of_long_names_is_as_wide_as_the_figure_at_most():
     with style():
         figure, ax = plt.subplots(layout="constrained", figsize=(4, 3))

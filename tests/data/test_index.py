@@ -225,6 +225,9 @@ def test_file_that_is_no_tar_and_tar_without_pairs_are_told_apart(tmp_path):
         index_tar(str(path))
     first = "KEY has no dot; its first members: v1.a.jpg, b.jpg (a link), c.json, d.txt"
     assert str(error.value).endswith(first)
+    write_tar(path, [("a.jpg", b"x"), ("a.cls", b"tabby")])
+    with pytest.raises(ValueError, match=r"a\.cls is not a class number \(0, 1, \.\.\.\)$"):
+        index_tar(path)
 
 
 def test_pairs_whose_names_have_more_dots_are_refused_but_not_other_fields(tmp_path):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import math
 import re
 
@@ -32,17 +33,23 @@ from tests.diagnostics.watched import (
 )
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
+def test_a_run_is_saved_without_the_keys_that_are_refused(tmp_path):
     model, optimizer = make()
     with pytest.raises(ValueError, match="protocol='papr': must be a Protocol or one of paper"):
         watch(model, optimizer, protocol="papr")
     monitor = watch(model, optimizer)
     take(model, optimizer, monitor, [1])
-    with pytest.raises(ConfigError, match="batchsize: no such key; nearest: batch_size"):
-        monitor.save(tmp_path / "run", {"batchsize": 3})
+    with pytest.raises(ConfigError, match="batchsize: no such key; nearest: batch_size") as error:
+        monitor.save(tmp_path / "run", {"batchsize": 3, "optimizer": {"beta1": 0.8}})
+    assert error.value.faults[1] == f"{tmp_path}/run is saved without these keys"
+    take(model, optimizer, monitor, [2])
+    products = {"output": {"first": {"format": "int8"}, "second": {"format": "int8"}}}
     with pytest.raises(ConfigError, match="seed='zero': not allowed"):
-        monitor.save(tmp_path / "run", {"seed": "zero"})
-    assert not (tmp_path / "run").exists() and len(monitor.rows()) == 1
+        monitor.save(tmp_path / "run", {"seed": "zero", "precision": {"products": products}})
+    [run] = load_runs(tmp_path).runs.to_dict("records")
+    assert (run["optimizer.beta1"], run["step"], run["seed"]) == (0.8, 2, 0)
+    saved = json.loads((tmp_path / "run" / "config.yaml").read_text().partition("\n")[2])
+    assert saved["precision.products"] == products
 
 
 @pytest.mark.parametrize(

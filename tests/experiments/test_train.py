@@ -103,6 +103,9 @@ def test_a_run_from_start_to_export(work, as_command, capfd, monkeypatch, said):
     printed = [line.split() for line in printed.splitlines()]
     assert printed[0] == ["step", "10", "of", "10"]
     assert "retrieval/text_to_image_r10" in dict(line[:2] for line in printed)
+    with pytest.raises(ConfigError) as error:  # in the keys of the command
+        evaluate.main(EvaluateConfig(str(folder), val="no.tar", classnames="no.txt", device="cpu"))
+    assert "classnames=no.txt" in str(error.value) and "data." not in str(error.value)
 
     export.main(ExportConfig(str(folder), "w.safetensors"))
     assert said[-1] == f"exporting {folder}"
