@@ -17,7 +17,7 @@ from analysis.load import Runs
 from analysis.measures import name_methods
 from analysis.report import plots
 from analysis.report.collect import AROUND, RunData, collect_run, readable
-from analysis.run_files import NO_LOSS, NO_TENSORS, read_row_file
+from analysis.run_files import DEFAULTS, NO_LOSS, NO_TENSORS, OF_RECORDS, read_row_file
 from analysis.spike_marks import TENSOR, coinciding_note, describe_protocols
 from analysis.style import SMOOTHING
 from lowprec.runs.read import ENDED
@@ -142,14 +142,14 @@ def named(summaries: pd.DataFrame) -> pd.DataFrame:
 def compare_settings(summaries: pd.DataFrame) -> tuple[list[str], dict[str, object]]:
     """The config keys in which runs differ, and the settings that they share.
 
-    Runs with a damaged config are left out.
+    Runs with a damaged config are left out, as are removed keys that no run has set.
     """
     whole = summaries[summaries["precision.label"].notna()]
     differing, shared = [], {}
     for key in whole.columns.difference(NOT_SETTINGS, sort=False):
         if whole[key].map(str).nunique() > 1:
             differing.append(key)
-        elif len(whole):
+        elif len(whole) and (key in DEFAULTS or whole[key].iloc[0] != OF_RECORDS.get(key)):
             shared[key] = whole[key].iloc[0]
     return differing, shared
 

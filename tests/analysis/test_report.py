@@ -206,6 +206,9 @@ def test_labels_and_colors_show_the_settings_that_differ(make_run, tmp_path):
     ]
     differing, shared = compare_settings(summaries)
     assert differing == ["optimizer.lr"] and shared["optimizer.beta2"] == 0.99
+    assert "remote_sync" in summaries and "remote_sync" not in shared  # a removed key
+    old = summaries.assign(remote_sync="s3://bucket")
+    assert compare_settings(old)[1]["remote_sync"] == "s3://bucket"
     assert set(summaries["label"]) == {"bf16, AdamW (lr=0.001)", "bf16, AdamW (lr=0.002)"}
 
 
