@@ -198,7 +198,7 @@ def above(runs: list[RunData]) -> str:
         return ""
     which = f"{len(losses):,} losses up to" if len(losses) > 1 else "A loss of"
     peak, verb = f"{losses.max():.3g}".replace("e+0", "e"), "are" if len(losses) > 1 else "is"
-    return f"{which} {peak} {verb} above the axis; tick logarithmic loss."
+    return f"{which} {peak} {verb} above the axis: tick logarithmic loss to see them."
 
 
 def _loss_range(runs: list[RunData]) -> list[float]:

@@ -264,7 +264,7 @@ def test_losses_above_the_axis_are_counted_and_marked_at_its_edge(make_run, page
     assert marked.tolist() == [*range(1200, 1206)]
     assert set(edge) == {page.figure["layout"]["yaxis"]["range"][1]} and max(edge) < 2.1
     text = page.section("RMSt of")
-    assert re.search(r"6 losses up to 5\.\d+ are above the axis; tick logarithmic loss\.", text)
+    assert re.search(r"6 losses up to 5\.\d+ are above the axis: tick logarithmic loss to", text)
 
 
 def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
@@ -275,7 +275,7 @@ def test_a_tensor_that_is_not_recorded_has_no_counts(watched, monkeypatch):
     assert "RMSt of the largest of all" in page.section("RMSt of")  # the only choice
     assert "RMS spikes" not in page.section("Results, and")  # a column without values is left out
     assert "experiments.replay" not in page.text  # it needs checkpoints
-    assert re.search(r"A loss of \d.*e5 is above the axis; tick logarithmic loss", page.text)
+    assert re.search(r"A loss of \d.*e5 is above the axis: tick logarithmic loss", page.text)
     rate = page.figure["layout"]["yaxis4"]
     assert rate["title"]["text"] == "learning rate" and rate["rangemode"] == "tozero"
     lines = [shape["y0"] for shape in page.figure["layout"]["shapes"] if shape["yref"] == "y"]
