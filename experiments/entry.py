@@ -234,8 +234,9 @@ def _explain(arguments: argparse.Namespace, entry: str, schema: type) -> None:
         usage = (sys.modules["__main__"].__doc__ or "").strip()
         print(f"{usage}\n\nKeys with their defaults:\n\n{compose.explain(entry, schema)}")
         return
-    maps = [name for name in MAPS if any(o.startswith(f"{name}=") for o in arguments.overrides)]
-    arguments.overrides = [*(f"{name}=null" for name in maps), *arguments.overrides]  # not merged
+    keys = [text.partition("=")[0].lstrip("+") for text in arguments.overrides]
+    replaced = [f"{name}=null" for name in MAPS if arguments.cfg == "job" and name in keys]
+    arguments.overrides = [*replaced, *arguments.overrides]  # else a file's map would be merged
     version.setbase("1.3")
     compose.register(schema)
     _run_hydra(

@@ -78,7 +78,7 @@ def main(config: EvaluateConfig) -> None:
         with closing(Waiting(f"evaluating {run}")):
             row, results, chance = evaluated(run, trained, config)
     except ConfigError as error:  # in this command's keys
-        own = r"\bdata\.(val|classnames|templates|index)\b"
+        own = r"(?<![\w/.])data\.(val|classnames|templates|index)\b(?!/)"
         raise ConfigError(re.sub(own, r"\1", fault) for fault in error.faults) from None
     with open(run / "evaluations.jsonl", "a") as file:
         file.write(encode_row(row | results))

@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -34,6 +35,7 @@ from lowprec.nearest import nearest, some
 
 CONF = Path(__file__).parents[2] / "conf"
 QUOTES = "\"'"
+HEADER = re.compile(r"\s*#\s*@package\s+_global_\s*$", re.MULTILINE)  # as Hydra reads it
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*")  # Hydra's own keys that are allowed
 MAX_RUNS = 1000  # of a sweep
@@ -74,7 +76,7 @@ def compose_command(
             config = check(_compose(run, entry, schema, base), schema)
             if isinstance(config, Config):
                 faults += retired_faults(config)
-            if homes := _home_faults(asdict(config)):
+            if homes := _home_faults(asdict(config), base):
                 raise ConfigError(homes)
             preflight(config)
             composed.append(ComposedRun(run, config))
@@ -202,10 +204,16 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(item, key)
 
 
-def _home_faults(data: dict) -> list[str]:
-    """A fault for each path below `~`, which would be made in a folder of this name."""
-    paths = [(key, text) for key, text in _texts(data) if text.startswith("~/") and key != "remark"]
-    return [f"{key}={p}: ~ is not expanded: write {os.path.expanduser(p)}" for key, p in paths]
+def _home_faults(data: dict, base: dict | None) -> list[str]:
+    """A fault for each new path below `~`, which would be made in a folder of this name."""
+    texts = [(key, text) for key, text in _texts(data) if text[:1] == "~" and key != "remark"]
+    paths = {key: text for key, text in texts if (key, text) not in _texts(base or {})}
+    homes = {key: os.path.expanduser(text) for key, text in paths.items()}
+    return [
+        f"{key}={text}: ~ is not expanded: write {homes[key]}"
+        for key, text in paths.items()
+        if homes[key] != text
+    ]
 
 
 def _unresolved(key: str, text: str) -> str:
@@ -290,8 +298,8 @@ def _study(name: str) -> dict:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AttributeError) as error:
         raise ConfigError([f"{place} no map of keys ({' '.join(str(error).split())})"]) from error
     faults = []
-    if "# @package _global_" not in text.splitlines():
-        faults.append(f"{place} the line `# @package _global_` is missing at its beginning")
+    if not HEADER.match(text):
+        faults.append(f"{place} its first line must be `# @package _global_`")
     if not isinstance(swept, dict):
         faults.append(f"{place} hydra.sweeper.params: a map is expected, such as {{seed: '0,1'}}")
     if not isinstance(further, list) or not all(isinstance(command, str) for command in further):

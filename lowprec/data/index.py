@@ -53,9 +53,7 @@ def open_shards(
     try:
         recorded = load_sealed(file)[0]
         promised = {} if accept else _digests(recorded)
-        is_current = recorded.dtype.names == catalog.dtype.names  # others lack numbers of captions
-        is_current &= all(np.array_equal(recorded[n], catalog[n]) for n in ("path", *STAMP))
-        if promised and is_current:
+        if promised and all(np.array_equal(recorded[n], catalog[n]) for n in ("path", *STAMP)):
             return Shards(sources, files, recorded)
     except (OSError, ValueError) as error:
         if os.path.exists(file) and not accept:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,8 +118,8 @@ def _label_faults(config: Config, val: Shards) -> list[str]:
     if largest >= count:
         return [f"data.val has the label {largest}, but {source} names {count} classes"]
     if num:
-        lacking = f"{num:,} of {len(labels):,} samples have no class number (.cls)"
-        print(f"warning: data.val: {lacking}: zero-shot accuracy leaves them out", file=sys.stderr)
+        lacking = f"{num:,} of {len(labels):,} validation samples have no class number (.cls)"
+        print(f"warning: {lacking}: zero-shot accuracy leaves them out")  # by rank 0 alone
     return []
 
 

@@ -57,7 +57,8 @@ class Shards:
     structured array with the fields "samples", "digest", of the members' bytes, and "captions".
 
     Attributes:
-        num_captions: samples with a caption in each shard, int64 [shards].
+        num_captions: samples with a caption in each shard, int64 [shards]; in a catalog of an
+            earlier version, all samples.
     """
 
     def __init__(self, paths: list[str], tables: list[Path], catalog: np.ndarray):
@@ -65,7 +66,8 @@ class Shards:
         self.starts = np.concatenate([[0], np.cumsum(catalog["samples"])]).astype(np.int64)
         self.digest = hashlib.sha256(b"".join(catalog["digest"].tolist())).hexdigest()
         self._table_files = tables
-        self.num_captions = catalog["captions"]
+        is_counted = "captions" in catalog.dtype.names  # before, each shard had some
+        self.num_captions = catalog["captions" if is_counted else "samples"]
         self._digests = catalog["digest"]
         self.table = lru_cache(OPEN_LIMIT)(self._load_table)
         self._file = lru_cache(OPEN_LIMIT)(_File)

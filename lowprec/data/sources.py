@@ -18,7 +18,7 @@ from lowprec.config.schema import SHAPES, Config
 from lowprec.nearest import nearest_path
 
 SECRETS = re.compile(r"(?<=//)[^/]*@|[?#].*")  # user:password@, query and fragment
-JOINED = re.compile(r"::(?![^\[]*\])")  # open_clip's; not in the brackets of an IPv6 address
+JOINED = re.compile(r"(\.\w+|[*}])::|::([a-z0-9]+://|pipe:)")  # as open_clip joins sources
 OTHERS = (".parquet", ".json", ".jsonl", ".txt", ".npy", ".zip")  # beside shards, or instead
 LISTED = re.compile(r"""(?<=//)[^/]*@|[?#][^\s,'"\]}]*""")  # the same of URLs in a list or braces
 
@@ -101,8 +101,8 @@ def expand_urls(pattern: str, allowed: list[str]) -> ShardUrls:
     if not any(schemes.values()):
         return ShardUrls(expand(pattern))
     for part in parts:
-        if schemes[part] != "pipe":
-            _refuse_joined(part, "data.train")
+        if schemes[part] not in ("", "pipe"):
+            _refuse_joined(without_secrets(part), "data.train")
     refused = ",".join(sorted(set(schemes.values()) - {"", *allowed}))
     if refused:
         raise ValueError(

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,15 @@ from lowprec.data import loader
 from lowprec.data.order import AUGMENTATION, STREAM, permutation, random_words
 from lowprec.data.shards import ShardError
 from lowprec.data.sources import ShardUrls, check_readers, without_secrets
-from lowprec.data.tar import IMAGES, MEMBERS, DamagedError, StrictHeader, parse_label, read_members
+from lowprec.data.tar import (
+    IMAGES,
+    MEMBERS,
+    DamagedError,
+    LostPairsError,
+    StrictHeader,
+    parse_label,
+    read_members,
+)
 from lowprec.data.workers import ahead
 from lowprec.runs.attempts import follow_parent
 
@@ -38,6 +47,7 @@ CURL = ("curl", "-fsL", "--connect-timeout", "30", "--retry", "30", "--retry-del
 CURL += ("--retry-max-time", "60", "--speed-limit", "100", "--speed-time", "60")  # B/s and s
 CURL_FAULTS = {6: "no such host", 7: "cannot connect", 22: "an HTTP error, such as 404"}
 CURL_FAULTS |= {28: "less than 100 B/s for a minute"}
+_named: set[str] = set()  # URLs of shards that were warned of
 
 
 @dataclass
@@ -200,7 +210,8 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
 
     Images and captions that are too large to be decoded are cut off just beyond their limit.
     The tar may be compressed (gz, bz2, xz). Errors of servers, commands and damaged bytes come
-    after all members before them, as DamagedError where the place is known.
+    after all members before them, as DamagedError where the place is known. A warning names, once,
+    a shard that also holds pairs that cannot be seen; LostPairsError if it holds no others.
     """
     is_empty = True
     limits = dict.fromkeys(MEMBERS, LARGEST_OTHER) | dict.fromkeys(IMAGES, loader.LARGEST_IMAGE + 1)
@@ -208,9 +219,16 @@ def read_url(url: str) -> Iterator[tuple[str, bytes]]:
         contextlib.closing(_Source(url)) as source,
         tarfile.open(fileobj=source, mode="r|*", tarinfo=StrictHeader) as tar,
     ):
-        for member, _, _, data in read_members(tar, limits):
-            is_empty = False
-            yield member.name, data
+        try:
+            for member, _, _, data in read_members(tar, limits):
+                is_empty = False
+                yield member.name, data
+        except LostPairsError as error:
+            if is_empty:
+                raise
+            if url not in _named:
+                print(f"warning: {without_secrets(url)}: {error}", file=sys.stderr)
+            _named.add(url)
     if is_empty:
         raise DamagedError("no image, caption or label in it")
 

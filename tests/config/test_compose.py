@@ -97,6 +97,7 @@ BAD = {  # command: parts of its message
     f"seed={'9' * 5000}": ("seed=999", "cannot be parsed"),
     "run_dir=/proc/x": ("run_dir=/proc/x", "not writable"),
     'run_dir="~/runs"': ("run_dir=~/runs: ~ is not expanded: write /",),
+    'run_dir="~"': ("run_dir=~: ~ is not expanded: write /",),
     'data.cache="~/cache" remark="~/x"': ("data.cache=~/cache: ~ is not expanded",),
     # Hydra's own keys
     "hydra.run.dir=x": ("hydra.run.dir is not allowed", "hydra.launcher.*"),
@@ -241,7 +242,8 @@ def test_a_typo_in_an_experiment_file_is_named(tmp_path, monkeypatch):
 
 HEADER = "# @package _global_\n"
 BAD_STUDIES = {  # text of an experiment's file: parts of the message
-    "seed: 1": ("# @package _global_", "missing"),
+    "seed: 1": ("its first line must be `# @package _global_`",),
+    f"# of mine\n{HEADER}seed: 1": ("its first line must be",),
     f"{HEADER}seed: [": ("no map of keys", "line 2"),
     f"{HEADER}- seed": ("no map of keys",),
     f"{HEADER}hydra: {{sweeper: {{params: ['seed=0,1']}}}}": ("sweeper.params: a map is expected",),
@@ -258,6 +260,22 @@ def test_an_experiment_file_that_is_no_study_is_refused(text, tmp_path, monkeypa
     monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
     [fault] = faults_of("-m experiment=own")
     assert all(part in fault for part in BAD_STUDIES[text]), fault
+
+
+@pytest.mark.parametrize("header", ["#@package _global_", "\n # @package  _global_ "])
+def test_headers_that_hydra_reads_are_read(header, tmp_path, monkeypatch):
+    shutil.copytree(CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "own.yaml").write_text(f"{header}\nseed: 3\n")
+    monkeypatch.setattr(compose, "CONF", tmp_path / "conf")
+    [run] = compose.compose_command(["experiment=own"], "train")
+    assert run.config.seed == 3
+
+
+def test_a_recorded_path_below_a_folder_called_tilde_is_kept():
+    [plain] = compose.compose_command([])
+    base = asdict(plain.config) | {"run_dir": "~/runs"}
+    [run] = compose.compose_command(["seed=3"], "train", base=base)
+    assert run.config.run_dir == "~/runs"
 
 
 REFUSED = {  # command line: a part of the message

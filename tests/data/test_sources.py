@@ -83,10 +83,12 @@ def test_a_tilde_is_refused_with_the_path_that_it_means(monkeypatch):
         expand("~/a/*.tar")
 
 
-def test_joined_urls_are_refused_but_no_ipv6_address():
+def test_joined_urls_are_refused_but_no_other_colons():
     for joined in ("http://h/a.tar::http://h/b.tar", "m-{0..1}.tar::n-{0..1}.tar", "a-*::b-*"):
         with pytest.raises(ValueError, match=r"=[^ ]+::[^ ]+: braces join sources"):
             expand_urls(joined, ["http"])
+    for url in ("http://h/t.tar?sig=a.b::c", "http://u:p.x::w@h/a.tar", "http://h/a::b.tar"):
+        assert expand_urls(url, ["http"]).urls == [url]
     for host in ("[::1]:80", "[2001:db8::abcd:1]"):
         urls = [f"http://{host}/{n}.tar" for n in range(4)]
         assert expand_urls(f"http://{host}/{{0..3}}.tar", ["http"]).urls == urls
