@@ -31,7 +31,8 @@ from experiments.entry import refuse
 from experiments.train import main as train_run
 from lowprec.config.check import ConfigError, RunError, check, unknown_key
 from lowprec.config.check import keys as schema_keys
-from lowprec.config.compose import compose_command, explain, plain_values
+from lowprec.config.compose import compose_command, explain
+from lowprec.config.overrides import plain_values
 from lowprec.config.schema import Config, key
 from lowprec.data.open import open_data
 from lowprec.nearest import nearest

@@ -137,19 +137,30 @@ def allows(path: str, value: Any, schema: type = Config) -> bool:
     return is_of_kind and _within(value, _bounds(f))
 
 
-def require_values(config: dict) -> None:
-    """Raises ConfigError for dotted keys that the schema does not have, or values it cannot have.
+def settings(config: dict) -> tuple[dict, list[str]]:
+    """Values by dotted key, and a fault for each that the schema does not have or allow.
 
     Choices are not looked at, as in the records of other trainers.
     """
-    legal = list(keys(Config))
-    faults = [unknown_key(key, legal) for key in config if key not in legal]
-    known = {key: value for key, value in config.items() if key in legal}
-    faults += [
-        f"{key}={_written(v)}: not allowed" for key, v in known.items() if not allows(key, v)
-    ]
-    if faults:
-        raise ConfigError(faults)
+    legal, known, faults = list(keys(Config)), {}, []
+    for key, value in _dotted(config, legal).items():
+        if key not in legal:
+            faults.append(unknown_key(key, legal))
+        elif not allows(key, value):
+            faults.append(f"{key}={_written(value)}: not allowed")
+        else:
+            known[key] = value
+    return known, faults
+
+
+def _dotted(config: dict, legal: list[str], prefix: str = "") -> dict:
+    """Groups of keys as dotted keys; the maps that are values stay."""
+    dotted = {}
+    for name, value in config.items():
+        path = f"{prefix}{name}"
+        is_group = isinstance(value, dict) and any(key.startswith(f"{path}.") for key in legal)
+        dotted |= _dotted(value, legal, f"{path}.") if is_group else {path: value}
+    return dotted
 
 
 def _build(schema: type, raw: Any, prefix: str, legal: list[str], faults: list[str]) -> Any:

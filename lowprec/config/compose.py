@@ -1,11 +1,10 @@
 """Composes the checked config of each run that a command line asks for.
 
 Hydra stops at the first fault with its own message. The functions here find the faults of all runs
-at once, before anything else happens; what they return is what runs. No other module reads Hydra's
-grammar or the files below `conf/`.
+at once, before anything else happens; what they return is what runs. No other module reads the
+files below `conf/`, and only `overrides` parses Hydra's grammar.
 """
 
-import contextlib
 import copy
 import itertools
 import json
@@ -22,7 +21,6 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -30,11 +28,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lowprec.config.check import ConfigError, check, retired_faults
 from lowprec.config.combinations import open_clip_models
+from lowprec.config.overrides import key_of, parse, parse_or_fault, single_faults
 from lowprec.config.schema import MAPS, PRESETS, Config
 from lowprec.nearest import nearest, some
 
 CONF = Path(__file__).parents[2] / "conf"
-QUOTES = "\"'"
 HEADER = re.compile(r"\s*#\s*@package\s+_global_\s*$", re.MULTILINE)  # as Hydra reads it
 PATTERNS = ("data.train", "data.val", "shards", "train", "val")  # keys whose values are globs
 HYDRA = ("hydra/launcher", "hydra.launcher.*")  # Hydra's own keys that are allowed
@@ -68,7 +66,7 @@ def compose_command(
     runs = _expand(overrides, schema, faults)
     if not multirun and (len(runs) > 1 or len(runs[0]) > len(overrides)):  # a file sweeps
         command = f"python -m experiments.{entry} -m {shlex.join(overrides)}"
-        faults += _single_faults(overrides) if entry == "sweep" else [f"this is a sweep: {command}"]
+        faults += single_faults(overrides) if entry == "sweep" else [f"this is a sweep: {command}"]
         runs = runs[:1]
     composed = []
     for run in runs:
@@ -98,8 +96,8 @@ def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple
     runs = []
     for command in [[], *_further(experiment, command_line)]:
         fixed = command_line + _axes(command, schema, faults)
-        names = {_key(axis[0]) for axis in fixed}
-        axes = fixed + [axis for axis in swept if _key(axis[0]) not in names]
+        names = {key_of(axis[0]) for axis in fixed}
+        axes = fixed + [axis for axis in swept if key_of(axis[0]) not in names]
         runs += itertools.islice(itertools.product(*axes), MAX_RUNS + 1)
     if len(runs) > MAX_RUNS:
         faults.append(f"this sweep has more than {MAX_RUNS:,} runs")
@@ -107,24 +105,11 @@ def _expand(overrides: list[str], schema: type, faults: list[str]) -> list[tuple
     return runs
 
 
-def _single_faults(overrides: list[str]) -> list[str]:
-    """A fault for each list of values, for a command without -m."""
-    lists = [o for o in overrides if (parsed := _parse(o, [])) and parsed.is_sweep_override()]
-    parts = [text.partition("=") for text in lists]
-    return [f"{k}={v}: one value is expected, in quotes: {_quoted(k, v)}" for k, _, v in parts]
-
-
-def _quoted(key: str, value: str) -> str:
-    """An override whose value is text, as it is written in a shell."""
-    inner = value.replace('"', '\\"')
-    return shlex.quote(f'{key}="{inner}"')
-
-
 def differing_values(runs: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """By key, the values of each run's overrides that not all runs share."""
     shared = set.intersection(*map(set, runs)) if runs else set()
     own = [[text for text in run if text not in shared] for run in runs]
-    return [{_key(text): text.partition("=")[2] for text in texts} for texts in own]
+    return [{key_of(text): text.partition("=")[2] for text in texts} for texts in own]
 
 
 def explain(entry: str, schema: type) -> str:
@@ -162,7 +147,7 @@ def _compose(run: tuple[str, ...], entry: str, schema: type, base: dict | None) 
     sets: a run that is replayed with another optimizer keeps its learning rate.
     """
     groups = _groups(schema)
-    parsed = [(text, _parsed(text)) for text in run if not text.startswith("hydra")]
+    parsed = [(text, parse(text)) for text in run if not text.startswith("hydra")]
     choices = {o.key_or_group: text for text, o in parsed if o.key_or_group in groups}
     try:
         composed = copy.deepcopy(_compose_files(CONF, tuple(choices.values()), entry, schema))
@@ -246,7 +231,7 @@ def launcher_settings(overrides: list[str], entry: str, schema: type) -> dict:
 
     {} if the runs train in this process.
     """
-    own = [text for text in overrides if _key(text).startswith("hydra")]
+    own = [text for text in overrides if key_of(text).startswith("hydra")]
     register(schema)
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name=entry):
@@ -261,25 +246,21 @@ def launcher_settings(overrides: list[str], entry: str, schema: type) -> dict:
 
 def _axes(overrides: list[str], schema: type, faults: list[str]) -> list[list[str]]:
     """For each legal override the single ones that it stands for, several in a sweep."""
-    patterns = [text for text in overrides if _key(text) in PATTERNS]
-    for name in sorted({_key(text) for text in patterns}):
-        if sum(_key(text) == name for text in patterns) > 1:  # the shell has expanded its braces
+    patterns = [text for text in overrides if key_of(text) in PATTERNS]
+    for name in sorted({key_of(text) for text in patterns}):
+        if sum(key_of(text) == name for text in patterns) > 1:  # the shell has expanded its braces
             faults.append(f"{name} is given more than once; braces need quotes: '{name}=\"...\"'")
-    parsed = [_parse(text, faults) for text in overrides]
+    parsed = [parse_or_fault(text, faults) for text in overrides]
     legal = [o for o in parsed if o is not None and _is_legal(o, schema, faults)]
-    axes = {_key(o.input_line): list(_values(o)) for o in legal}  # the last of a key counts
+    axes = {key_of(o.input_line): list(_values(o)) for o in legal}  # the last of a key counts
     faults += [f"{name}: the sweep has no values" for name, values in axes.items() if not values]
     return [[f"{name}={value}" for value in values] for name, values in axes.items() if values]
 
 
-def _key(text: str) -> str:
-    """The key of an override as it is written, without `++`."""
-    return text.partition("=")[0].lstrip("+")
-
-
 def _experiment(axes: list[list[str]], schema: type, faults: list[str]) -> dict:
     """The file of the experiment that the axes choose as plain data, empty without one."""
-    names = [text.partition("=")[2] for axis in axes for text in axis if _key(text) == "experiment"]
+    texts = [text for axis in axes for text in axis if key_of(text) == "experiment"]
+    names = [text.partition("=")[2] for text in texts]
     files = [_study(name) for name in names]
     if len(files) > 1 and any(map(_swept_keys, files)):  # Hydra would leave their sweeps out
         faults.append(f"experiment={','.join(names)}: only one experiment can sweep at a time")
@@ -317,46 +298,9 @@ def _swept_keys(experiment: dict) -> dict[str, Any]:
 
 def _further(experiment: dict, axes: list[list[str]]) -> list[list[str]]:
     """The further commands of an experiment file that set no key of the command line."""
-    names = {_key(axis[0]) for axis in axes}
+    names = {key_of(axis[0]) for axis in axes}
     commands = [text.split() for text in experiment.get(FURTHER) or []]
-    return [command for command in commands if not names & set(map(_key, command))]
-
-
-def plain_values(overrides: list[str]) -> dict[str, str]:
-    """The value of each override by its key, without the quotes in which Hydra reads it."""
-    values = {}
-    for text in overrides:
-        written = text.partition("=")[2]
-        override = _parse(text, [])
-        value = None if override is None or override.is_sweep_override() else override.value()
-        is_plain = type(value) in (str, int)
-        values[_key(text)] = str(value) if is_plain else written
-    return values
-
-
-@cache
-def _parsed(text: str) -> Override:
-    return OverridesParser.create().parse_override(text)
-
-
-def _parse(text: str, faults: list[str]) -> Override | None:
-    key, sign, value = text.partition("=")
-    of_hydra = key.lstrip("+").startswith("hydra")
-    if not key or "@" in key or not (sign or key.startswith("~")):
-        faults.append(f"{text}: key=value is expected")
-    elif "_target_" in text or (of_hydra and "()" in text):
-        faults.append(f"{key}: _target_ and () are not allowed; a config is data and calls nothing")
-    else:
-        try:
-            return _parsed(text)
-        except (HydraException, RecursionError, ValueError):  # also nested or long without end
-            advice = f"quote special characters: {_quoted(key, value[:200])}"
-            with contextlib.suppress(HydraException, RecursionError, ValueError):
-                bare = f"{key}={value.translate({ord(quote): None for quote in QUOTES})}"
-                if value.startswith("{") and _parsed(bare):
-                    advice = f"names in a map have no quotes: {shlex.quote(bare)}"
-            faults.append(f"{text[:200]}: cannot be parsed; {advice}")
-    return None
+    return [command for command in commands if not names & set(map(key_of, command))]
 
 
 def _hydra_fault(override: Override) -> str | None:
@@ -364,7 +308,7 @@ def _hydra_fault(override: Override) -> str | None:
     key, launchers = override.key_or_group, ["basic", *_choices("hydra/launcher")]
     if key == "hydra/launcher" and override.value() not in launchers:
         return f"{key}={override.value()}: one of {', '.join(launchers)} is expected"
-    values = [_parsed(f"{key}={value}").value() for value in _values(override)]
+    values = [parse(f"{key}={value}").value() for value in _values(override)]
     for name, text in _texts(values, key):
         if ":" in text.partition("${")[2]:  # such as oc.env; references to Hydra's keys are allowed
             return _unresolved(name, text)

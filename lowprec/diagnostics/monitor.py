@@ -241,8 +241,7 @@ class Monitor:
             ImportError: pyarrow or pyyaml is missing.
         """
         try:
-            from lowprec.config.check import ConfigError, RunError, keys, require_values
-            from lowprec.config.schema import Config
+            from lowprec.config.check import ConfigError, RunError, settings
             from lowprec.runs import durable
             from lowprec.runs.record import Record
         except ImportError as error:
@@ -266,13 +265,8 @@ class Monitor:
         self.flush()
         if earlier:  # a resumed run sees only the end of a schedule
             self._largest_lr = max(self._largest_lr, earlier.get("optimizer.lr", 0.0))
-        given, faults = dict(self._given), []
-        for key, value in _dotted(config or {}, [*keys(Config)]).items():
-            try:
-                require_values({key: value})
-                given[key] = value
-            except ConfigError as error:
-                faults += error.faults
+        known, faults = settings(config or {})
+        given = self._given | known
         config = self._config(folder.name) | given
         first = max(self.protocol.ignore_steps, -(-self.protocol.window // 2))  # a loss needs half
         if not self._folders and self.step <= first:
@@ -410,13 +404,3 @@ def _config_of(folder: Path) -> dict | None:
         return None
     header, _, text = path.read_text(errors="replace").partition("\n")
     return json.loads(text) if header == HEADER else {}
-
-
-def _dotted(config: dict, legal: list[str], prefix: str = "") -> dict:
-    """Groups of keys as dotted keys; the maps that are values stay."""
-    dotted = {}
-    for name, value in config.items():
-        path = f"{prefix}{name}"
-        is_group = isinstance(value, dict) and any(key.startswith(f"{path}.") for key in legal)
-        dotted |= _dotted(value, legal, f"{path}.") if is_group else {path: value}
-    return dotted
