@@ -59,7 +59,7 @@ def watch(
         optimizer: StableAdamW, torch.optim.AdamW, Adam without weight decay (foreach, fused and
             capturable, too), or another one whose state has `step`, `exp_avg` and `exp_avg_sq` of
             the gradient, as Adam's; accelerate's and Lightning's wrappers of them, too. Warns of
-            other moments, such as those of foreign StableAdamWs, which are debiased already.
+            other moments, such as those of another library's StableAdamW, debiased already.
         every: steps between records of the tensors; the first step is always recorded.
         flush: steps between copies to the host, and between reports of spikes.
         step: steps taken before, in a resumed run.
@@ -268,14 +268,8 @@ class Monitor:
         known, faults = settings(config or {})
         given = self._given | known
         config = self._config(folder.name) | given
-        first = max(self.protocol.ignore_steps, -(-self.protocol.window // 2))  # a loss needs half
-        if not self._folders and self.step <= first:
-            text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
-            text += " pass watch protocol=Protocol(ignore_steps=..., window=...)"
-            logger.warning(text, self.step, first)
-        has_none = self._rows and all(math.isnan(row["loss"]) for row in self._rows)
-        if has_none and not self._has_loss and not self._folders:
-            logger.warning("no loss is saved: call monitor.loss(loss) before each optimizer.step()")
+        if not self._folders:
+            self._check_losses()
         with closing(Record(folder)) as record:
             text = f"{HEADER}\n{json.dumps(config, indent=2)}"  # JSON is YAML, too
             durable.replace(record.run / "config.yaml", text.encode())
@@ -284,6 +278,17 @@ class Monitor:
         self._rows, self._tables, self._unwritten = [], [], []
         if faults:
             raise ConfigError([*faults, f"{folder} is saved without these keys"])
+
+    def _check_losses(self) -> None:
+        """Warns of a run that is too short for loss spikes or has no loss."""
+        first = max(self.protocol.ignore_steps, -(-self.protocol.window // 2))  # a loss needs half
+        if self.step <= first:
+            text = "%d steps are saved, and the first %d cannot have loss spikes: for short runs,"
+            text += " pass watch protocol=Protocol(ignore_steps=..., window=...)"
+            logger.warning(text, self.step, first)
+        has_none = self._rows and all(math.isnan(row["loss"]) for row in self._rows)
+        if has_none and not self._has_loss:
+            logger.warning("no loss is saved: call monitor.loss(loss) before each optimizer.step()")
 
     def _write(self, record: "Record") -> None:  # noqa: F821 (imported by `save` alone)
         """Appends what was not saved yet, and sets the status."""
